@@ -6,6 +6,7 @@ names: ``_s`` seconds, ``_bytes`` bytes, ``_tokens`` and ``_len`` tokens, ``_blo
 
 import re
 import socket
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from msgspec import Meta, Struct, structs
@@ -66,6 +67,27 @@ def named(settings: CommonT, role: str, port: int) -> CommonT:
 def served_names(text: str) -> tuple[str, ...]:
     """The names in ``--served-model-name``."""
     return tuple(text.replace(",", " ").split())
+
+
+def fallbacks_of(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The models that may run the requests of each, in order, by ``--fallback``: "big=small", "hosted" are two for big.
+
+    Raises:
+        ValueError: it names no models, or a model in place of itself.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    model = ""
+    for each in given:
+        before, equals, other = each.rpartition("=")
+        model, other = before.strip() if equals else model, other.strip()
+        if not (model and other):
+            raise ValueError(f"--fallback {each}: write MODEL=OTHER,OTHER with the models that may run its requests")
+        if other == model:
+            raise ValueError(f"--fallback {model}={other}: a model cannot take its own place; name other ones")
+        if other in found.get(model, ()):
+            raise ValueError(f"--fallback {model}: {other} is named twice, and no request comes back; name it once")
+        found[model] = (*found.get(model, ()), other)
+    return found
 
 
 class GatewaySettings(Common, frozen=True, kw_only=True):
@@ -274,6 +296,22 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "while another one serves; default: none",
         ),
     ] = ""
+    fallback: Annotated[
+        tuple[str, ...],
+        about(
+            "models that may run a model's requests in its place, in this order: big=small,hosted; repeat it for other "
+            "models. They do when its workers fail before the first token, when there is none, and after "
+            "--fallback-after-s"
+        ),
+    ] = ()
+    fallback_after_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds that a request waits for a worker until a model of --fallback runs it; 0: it waits "
+            "until its deadline",
+        ),
+    ] = 30.0
     default_deadline_s: Annotated[Seconds, about("seconds until a request that sets no deadline fails")] = 600.0
     max_queue: Annotated[
         Positive, about("unrouted requests per priority (interactive, standard, batch); beyond it, clients get 429")

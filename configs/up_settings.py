@@ -108,6 +108,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel_size: Annotated[int, _OF_WORKER] = _WORKER.tensor_parallel_size
     max_model_len: Annotated[int, _OF_WORKER] = _WORKER.max_model_len
     canary: Annotated[str, _OF_GATEWAY] = _GATEWAY.canary
+    fallback: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.fallback
+    fallback_after_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.fallback_after_s
     url: Annotated[str, _OF_WORKER] = _WORKER.url
     url_model: Annotated[str, _OF_WORKER] = _WORKER.url_model
     url_key_file: Annotated[str, _OF_WORKER] = _WORKER.url_key_file

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from penstock.configs import logs
-from penstock.configs.settings import GatewaySettings, named, served_names
+from penstock.configs.settings import GatewaySettings, fallbacks_of, named, served_names
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.batches.driver import Batches
 from penstock.gateway.http.app import application
@@ -22,7 +22,7 @@ from penstock.gateway.http.server import ConnectionLimits, HttpServer
 from penstock.gateway.http.shared_socket import ConnectionCounts
 from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.api import NatsApi
-from penstock.gateway.service.gateway import CellLink, Gateway
+from penstock.gateway.service.gateway import CellLink, Gateway, named_models
 from penstock.gateway.service.model_store import report_ignored
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import Bus, connect, connect_while_running
@@ -101,6 +101,7 @@ def run(settings: GatewaySettings) -> int:
         if (folder := settings.allowed_local_media_path) and not Path(folder).is_dir():
             raise ValueError(f"--allowed-local-media-path {folder}: not a folder")
         front = front_of(settings)
+        check_fallbacks(settings, models)
     except (modeldir.ModelError, BadCertificate, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
@@ -141,6 +142,21 @@ def load_models(settings: GatewaySettings) -> list[modeldir.ModelDir]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two models would be called {twice[0]!r}; name them with --model NAME=FOLDER")
     return models
+
+
+def check_fallbacks(settings: GatewaySettings, models: Sequence[modeldir.ModelDir]) -> None:
+    """
+    Raises:
+        ValueError: --fallback cannot be followed.
+    """
+    fallbacks = fallbacks_of(settings.fallback)
+    if not models or settings.learn_models:
+        return
+    names = {name for own, _ in named_models(models, settings) for name in own}
+    for name in (*fallbacks, *(each for others in fallbacks.values() for each in others)):
+        if name not in names:
+            served = ", ".join(sorted(names))
+            raise ValueError(f"--fallback names {name!r}, and --model has {served}: add it there, or --learn-models")
 
 
 async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir], front: Front) -> int:

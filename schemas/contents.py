@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from penstock.schemas import jobs
 from penstock.schemas.jobs import Job
-from penstock.schemas.requests import GenerateRequest, LogitsProcessor, Media
+from penstock.schemas.requests import Fallback, GenerateRequest, LogitsProcessor, Media, decode
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import encode
 
@@ -60,6 +60,10 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
         client_body=b"",
         constraint=None,
         trace=trace,
+        fallbacks=tuple(
+            Fallback(each.model, encode(without_content(decode(each.request), key)) if each.request else b"")
+            for each in request.fallbacks
+        ),
     )
 
 

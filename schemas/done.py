@@ -17,7 +17,15 @@ from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import Embedding, GenerateRequest
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
-from penstock.schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import (
+    FAILURES,
+    PROMPT,
+    WHOLE_REQUEST,
+    File,
+    Finish,
+    Logprob,
+    TokenItem,
+)
 from penstock.schemas.trace import Stamps
 from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder, encode, narrowed, widened
 
@@ -49,11 +57,13 @@ class MadeWith(msgspec.Struct, frozen=True, omit_defaults=True):
         revision: of the model.
         engine: as its worker registers it.
         build: versions of Penstock and of what the engine is made of.
+        fallback: which of the fallbacks of the stored request it was, as in ``GenerateRequest``; 0: none.
     """
 
     revision: str = ""
     engine: str = ""
     build: str = ""
+    fallback: int = 0
 
 
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -75,6 +85,11 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     def client_first_token_ns(self) -> int:
         """The first token that the client got; ``first_token_ns`` is of the last attempt."""
         return self.streamed_ns or self.first_token_ns
+
+
+def fallback_of(event: "Done") -> int:
+    """Which of the fallbacks of the stored request ran last, as in ``GenerateRequest``; 0: none."""
+    return event.timings.made_with.fallback if event.timings.made_with is not None else 0
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -217,10 +232,12 @@ def guests_of(event: Done) -> tuple[str, ...]:
 
 
 def recorded(request: GenerateRequest) -> bytes:
-    """A request as its record holds it: without its prompt and the names of its blocks, which REQUESTS has as long."""
-    if not (request.prompt or request.digests):
+    """A request as its record holds it: without its prompt, the names of its blocks and its fallbacks, which REQUESTS
+    has as long."""
+    if not (request.prompt or request.digests or request.fallbacks):
         return encode(request)
-    return encode(msgspec.structs.replace(request, prompt=b"", prompt_length=request.prompt_tokens, digests=b""))
+    length = request.prompt_tokens
+    return encode(msgspec.structs.replace(request, prompt=b"", prompt_length=length, digests=b"", fallbacks=()))
 
 
 def not_recorded(request: GenerateRequest) -> tuple[str, ...]:
@@ -290,6 +307,7 @@ def without_text(request: GenerateRequest) -> GenerateRequest:
         session="",
         client_body=b"",
         constraint=None,
+        fallbacks=(),
         trace=None if request.trace is None else msgspec.structs.replace(request.trace, state=""),
     )
 
@@ -337,7 +355,7 @@ def _without_prompt(event: Done) -> Done:
     if drawn is not None:
         drawn = msgspec.structs.replace(drawn, prompt="", negative="")
     request = msgspec.structs.replace(
-        request, prompt=b"", digests=b"", media=(), diffusion=drawn, embedding=_without_texts(request)
+        request, prompt=b"", digests=b"", media=(), diffusion=drawn, embedding=_without_texts(request), fallbacks=()
     )
     return msgspec.structs.replace(event, submitted=encode(request))
 

@@ -81,6 +81,18 @@ _STATUS = {
     Code.internal: 500,
 }
 
+# Failures that are none of the request's own, its deadline's or its client's: another model may run it in their place.
+FALLS_BACK = frozenset(
+    {
+        Code.model_unavailable,
+        Code.overloaded,
+        Code.worker_lost,
+        Code.engine_error,
+        Code.transfer_failed,
+        Code.internal,
+    }
+)
+
 
 class ServingError(Exception):
     """A request cannot be served; the text says what to do about it.

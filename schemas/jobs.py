@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.schemas.errors import FALLS_BACK, Code
 from penstock.schemas.subjects import (
     HEADER_CONTENT_TYPE,
     HEADER_LOAD,
@@ -16,10 +17,24 @@ from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import content_type, decoder
 
+FAILED = "failed"  # begins why a worker returned an attempt that may fall back to another model: its code and message
+FELL_BACK = "fallback"  # begins the reason of an attempt by which a request moved to another model
 WORKER_LOST = "worker_lost"  # how the reason for an attempt begins after the worker of the one before was lost
 SUSPECT = "suspect"  # a worker that ran it crashed
 ENDED = "ended"  # so did an attempt, for a reason that is not known
 ALONE = "alone"  # two did: its worker runs nothing else meanwhile
+
+
+def failed(code: Code, message: str) -> str:
+    """Why a worker returned an attempt that failed before its first token, and may fall back to another model."""
+    return f"{FAILED} {code.value} {message}"
+
+
+def failure_in(reason: str) -> tuple[Code, str] | None:
+    """Inverse of ``failed``, in the reason of the next attempt; None: the attempt before ended otherwise."""
+    kind, _, failure = reason.removeprefix("returned: ").partition(" ")
+    code, _, message = failure.partition(" ")
+    return (Code(code), message) if kind == FAILED and code in FALLS_BACK else None
 
 
 class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):

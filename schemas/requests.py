@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, MEMORY
 from penstock.schemas.trace import Trace
-from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder, narrowed, widened
+from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder, encode, narrowed, widened
 
 
 class Priority(enum.StrEnum):
@@ -42,7 +42,9 @@ CONSTRAINT_SPELLED = "constraint.spelled"  # besides, if the text of a special t
 CONSTRAINT_MARKS = frozenset({CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED})
 # Named by requests with an adapter, and registered by workers that apply them: builds without adapters refuse them.
 ADAPTER = "adapter"
-MARKS = CONSTRAINT_MARKS | {ADAPTER}  # names of logits processors that clients cannot use
+# Named by requests that run as a fallback, and registered by workers that say so in the token stream.
+FALLBACK = "fallback"
+MARKS = CONSTRAINT_MARKS | {ADAPTER, FALLBACK}  # names of logits processors that clients cannot use
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -191,6 +193,18 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
 TEXT_ONLY = Shown()  # this very one is left out of messages
 
 
+class Fallback(msgspec.Struct, frozen=True, array_like=True):
+    """What may run in the place of a request: the same, prepared for another model.
+
+    Attributes:
+        model: its canonical name.
+        request: an encoded ``GenerateRequest``; b"": left out.
+    """
+
+    model: str
+    request: bytes = b""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One accepted request. Once its publish is acknowledged, it gets exactly one terminal event."""
 
@@ -236,6 +250,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     origin: str = ""  # id of the request of another cell that runs here under this id; "": it is of this cell
     resumes: bool = False  # behind what its origin had streamed, which attempt 0 has in the token stream of this cell
     ran_as: str = ""  # in records: its id in the cell that ran it; "": its own cell did
+    fallbacks: tuple[Fallback, ...] = ()  # that may run in its place while it has no token, in this order
+    fallback_after_s: float = 0.0  # for so long it waits for a worker before one does; 0: for as long as it may
+    asked: str = ""  # of a fallback: the model that was asked for, canonical
+    fallback: int = 0  # which of the fallbacks of the stored request this is, from 1; 0: none
+    fell_back_at: int = 0  # its first attempt as this fallback
 
     @property
     def prompt_tokens(self) -> int:
@@ -245,6 +264,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     def named(self) -> str:
         """The model as its client knows it: its adapter's name, else ``model``."""
         return self.lora.partition("@")[0] or self.model
+
+    @property
+    def recorded_under(self) -> str:
+        """The model in the subject of its terminal event: the one that was asked for, so that it has one of all."""
+        return self.asked or self.model
 
     @property
     def output(self) -> str:
@@ -333,6 +357,74 @@ def packed(request: GenerateRequest) -> GenerateRequest | PackedRequest:
         return request
     head = msgspec.structs.replace(request, prompt=b"", prompt_length=request.prompt_tokens)
     return PackedRequest(head, narrowed(request.prompt))
+
+
+def fallen_back(request: GenerateRequest, number: int, attempt: int) -> GenerateRequest:
+    """A request as one of its fallbacks runs it.
+
+    Args:
+        number: of the fallback, as in ``GenerateRequest.fallback``; one that is behind the request's own.
+        attempt: its first as this fallback.
+    Raises:
+        msgspec.MsgspecError, IndexError: there is none of that number that this version can read.
+    """
+    at = number - request.fallback
+    if at < 1:
+        raise IndexError(f"{number} is not behind fallback {request.fallback}")
+    other = decode(request.fallbacks[at - 1].request)
+    processors = other.sampling.logits_processors
+    if not any(each.name == FALLBACK for each in processors):
+        processors = (*processors, LogitsProcessor(FALLBACK))
+    return msgspec.structs.replace(
+        other,
+        id=request.id,
+        gateway=request.gateway,
+        created_ns=request.created_ns,
+        deadline_ns=request.deadline_ns,
+        priority=request.priority,
+        tenant=request.tenant,
+        api_key=request.api_key,
+        trace=request.trace,
+        form=request.form,
+        client_request_id=request.client_request_id,
+        no_store=request.no_store,
+        watched=request.watched,
+        repeats_poison=request.repeats_poison,
+        sampling=msgspec.structs.replace(other.sampling, logits_processors=processors),
+        fallbacks=request.fallbacks[at:],
+        fallback_after_s=request.fallback_after_s,
+        asked=request.recorded_under,
+        fallback=number,
+        fell_back_at=attempt,
+    )
+
+
+def stored_as_fallback(stored: bytes, number: int, attempt: int) -> tuple[GenerateRequest, bytes]:
+    """A stored request as one of its fallbacks runs it, and as a job holds it: packed if it was.
+
+    Args:
+        number, attempt: as of ``fallen_back``.
+    Raises:
+        msgspec.MsgspecError, IndexError: as ``fallen_back``.
+    """
+    other = fallen_back(decode(stored), number, attempt)
+    return other, encode(packed(other) if is_packed(stored) else other)
+
+
+def with_content(whole: GenerateRequest, shell: GenerateRequest) -> GenerateRequest:
+    """The content of a request, as the one has it that a job holds without it: the fallback that runs, if one does.
+
+    Raises:
+        msgspec.MsgspecError, IndexError: as ``fallen_back``.
+    """
+    return fallen_back(whole, shell.fallback, shell.fell_back_at) if shell.fallback > whole.fallback else whole
+
+
+def without_fallbacks(request: GenerateRequest) -> GenerateRequest:
+    """A request with the names of its fallbacks only."""
+    if not any(each.request for each in request.fallbacks):
+        return request
+    return msgspec.structs.replace(request, fallbacks=tuple(Fallback(each.model) for each in request.fallbacks))
 
 
 CELL_AT = 36  # bit; the last 12 bits choose a request's shard in the log (``subjects``), and stay random

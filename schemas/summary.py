@@ -56,6 +56,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         sampling: None: unknown.
         files: pictures and videos that it made.
         router: that placed its last attempt; "": unknown.
+        asked: the model that was asked for, where ``model`` ran as its fallback; else "".
     """
 
     id: str
@@ -89,6 +90,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: Sampling | None = None
     files: int = 0
     router: str = ""
+    asked: str = ""
 
     @property
     def workers(self) -> list[str]:
@@ -173,6 +175,7 @@ def of_request(
         adapter=request.lora,
         sampling=request.sampling,
         router=router,
+        asked=request.asked,
     )
 
 
@@ -241,6 +244,7 @@ class _Origin(msgspec.Struct):
     ran_as: str = ""
     lora: str = ""
     sampling: Sampling = Sampling()
+    asked: str = ""
 
 
 _decode_record = decoder(_Record | _Returned)  # type: ignore[arg-type]
@@ -290,6 +294,7 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         request.sampling if request is not None else None,
         sum(len(each.files) for each in event.choices),
         times.router,
+        request.asked if request is not None else "",
     )
 
 
@@ -318,6 +323,7 @@ def header_of(event: Done, request: GenerateRequest) -> str:
         f"{one.endpoint or '-'} {_word(one.reason)} {_word(one.code)} {_word(one.worker)} {_word(one.model)} "
         f"{_earlier_word(one.earlier_workers) if one.earlier_workers else '-'} "
         f"{_word(one.api_key)} {_word(one.adapter)} {one.files} {one.origin or '-'}"
+        + (f" {_word(one.asked)}" if one.asked else "")
     )
 
 
@@ -392,6 +398,7 @@ def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | Non
         earlier_workers=earlier,
         adapter=adapter,
         files=files,
+        asked=_text(words[SUMMARY_WORDS]) if len(words) > SUMMARY_WORDS else "",
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 
 class _ChoiceCursor:
@@ -30,11 +30,13 @@ class TokenReassembler:
     Attributes:
         attempt: the highest seen; items of lower attempts are void.
         open: choices that have not ended.
+        fallback: which of the request's fallbacks has the attempt, as in ``GenerateRequest``; 0: none.
     """
 
     def __init__(self, n: int = 1, *, last_attempt: int | None = None) -> None:
         self.attempt = -1
         self.open = n
+        self.fallback = 0
         self._last_attempt = last_attempt
         self._choices = [_ChoiceCursor() for _ in range(n)]
         self._prompt: _ChoiceCursor | None = None
@@ -93,6 +95,8 @@ class TokenReassembler:
         if not 0 <= item.choice < len(self._choices):
             if item.choice == PROMPT:
                 return self._push_prompt(item)
+            if item.choice == ANOTHER_MODEL:
+                self.fallback = item.first
             return self._end_all(item) if item.choice == WHOLE_REQUEST and item.finish else ()
         choice = self._choices[item.choice]
         if choice.ended:

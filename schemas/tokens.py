@@ -14,6 +14,7 @@ import msgspec
 from penstock.schemas.wire import decoder
 
 WHOLE_REQUEST = -1  # as ``choice``: the item is about all choices
+ANOTHER_MODEL = -3  # as ``choice``: the attempt runs as fallback ``first`` of its request (see ``GenerateRequest``)
 PROMPT = -2  # as ``choice``: ``logprobs`` of the prompt's tokens ``first`` (at least 1) ..; ``tokens`` is empty
 
 

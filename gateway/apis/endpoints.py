@@ -23,6 +23,7 @@ from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesR
 from penstock.gateway.apis.responses.prepare_response import compacted
 from penstock.gateway.apis.responses.render import ResponseEvents, response
 from penstock.gateway.base.chat_objects import UsageBody
+from penstock.gateway.base.event_stream import COMMENT
 from penstock.gateway.base.request_bodies import (
     CHAT,
     COMPACTION,
@@ -269,6 +270,69 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, i
     if request.endpoint in OLLAMA:
         return OllamaLines(request, detokenizer)
     return StreamRenderer(request, detokenizer, include_usage=include_usage)
+
+
+class UndecidedRenderer:
+    """Renders an answer that another model may give (``GenerateRequest.fallbacks``). Which one does is known with its
+    first token; until then nothing of it is written.
+
+    Args:
+        request: as it was accepted.
+        make: a renderer for the request, or for one of its fallbacks.
+    """
+
+    def __init__(self, request: GenerateRequest, make: Callable[[GenerateRequest], Renderer]) -> None:
+        self._asked = request
+        self._current: Callable[[], GenerateRequest] = lambda: request
+        self._make = make
+        self._made: Renderer | None = None
+        self._last_event_id = ""
+
+    def follow(self, current: Callable[[], GenerateRequest]) -> None:
+        """
+        Args:
+            current: the request as it runs now.
+        """
+        self._current = current
+
+    def _renderer(self, request: GenerateRequest | None = None) -> Renderer:
+        if self._made is None:
+            self._made = self._make(request or self._current())
+            if self._last_event_id:
+                self._made.resume(self._last_event_id)
+        return self._made
+
+    @property
+    def done(self) -> bool:
+        return self._made is not None and self._made.done
+
+    @property
+    def error(self) -> ServingError | None:
+        return self._made.error if self._made is not None else None
+
+    @property
+    def usage(self) -> UsageBody:
+        return self._renderer().usage
+
+    @property
+    def ping(self) -> bytes:
+        if self._made is not None:
+            return self._made.ping
+        return b"" if self._asked.endpoint in OLLAMA else COMMENT
+
+    def resume(self, last_event_id: str) -> None:
+        self._make(self._asked).resume(last_event_id)  # refuses what is none
+        self._last_event_id = last_event_id
+
+    def push(self, items: Iterable[TokenItem]) -> bytes:
+        return self._renderer().push(items) if items or self._made is not None else b""
+
+    def fail(self, error: ServingError, *, finished: bool = True) -> bytes:
+        try:
+            renderer = self._renderer()
+        except ServingError:  # the model that answers cannot be read here
+            renderer = self._renderer(self._asked)
+        return renderer.fail(error, finished=finished)
 
 
 WRITE_BYTES = 262_144  # bytes of a large whole answer that are handed to the connection at once

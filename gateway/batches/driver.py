@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from penstock.gateway.access.authentication import Caller
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
-from penstock.gateway.apis.endpoints import aggregator_for, encode_answer
+from penstock.gateway.apis.endpoints import encode_answer
 from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.batches.batch import (
     RUN,
@@ -432,12 +432,9 @@ class BatchRun:
         gateway = self._gateway
         self._inflight[number] = inflight
         try:
-            request = inflight.request
-            collector = aggregator_for(request, await gateway.fleet.detokenizer(request))
-            while not collector.push(await inflight.take()):
-                pass
+            collector = await gateway.collected(inflight)
             body = await encode_answer(collector)
-            metrics = gateway.metrics.of(request.model)
+            metrics = gateway.metrics.of(inflight.request.model)
             account(metrics, collector.usage)
             metrics.requests.labels("batch", "ok").inc()
             return body

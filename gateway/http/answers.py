@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 import structlog
@@ -19,7 +20,7 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, with_trace
 from penstock.gateway.apis.endpoints import (
     Aggregator,
     Renderer,
-    aggregator_for,
+    UndecidedRenderer,
     encode_portions,
     ignored_options,
     listed,
@@ -62,6 +63,7 @@ SSE_HEADERS = [
 ]
 LINES_HEADERS = [(b"content-type", b"application/x-ndjson"), *SSE_HEADERS[1:]]
 MODEL = "penstock.model"  # in the ASGI scope: the canonical name of the request's model
+ANSWERED_BY = b"x-penstock-model"
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
 HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
 HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
@@ -210,15 +212,18 @@ async def answer_text(gateway: Gateway, accepted: HttpExchange) -> str:
     """
     prepared, inflight, scope, send, began, owner = accepted
     responder = Responder(gateway, inflight, scope, send, began, owner)
+    if not prepared.stream:
+        return await responder.whole()
     try:
-        detokenizer = await gateway.fleet.detokenizer(inflight.request)
+        request, include_usage = inflight.request, prepared.include_usage
+        if request.fallbacks:
+            renderer = await gateway.renderer(request, include_usage=include_usage)
+        else:
+            renderer = renderer_for(request, await gateway.fleet.detokenizer(request), include_usage=include_usage)
     except BaseException:
         responder.leave()
         raise
-    if not prepared.stream:
-        return await responder.whole(aggregator_for(inflight.request, detokenizer))
-    include_usage = prepared.include_usage
-    return await responder.stream(renderer_for(inflight.request, detokenizer, include_usage=include_usage))
+    return await responder.stream(renderer)
 
 
 class Reattach:
@@ -242,7 +247,7 @@ class Reattach:
             if request.diffusion is not None:
                 await self._images(request, last, scope, receive, send)
                 return
-            renderer = renderer_for(request, await gateway.fleet.detokenizer(request), include_usage=True)
+            renderer = await gateway.renderer(request)
             if last:
                 renderer.resume(last)
             inflight = await gateway.attach(request, record)
@@ -387,6 +392,8 @@ class Responder:
         """
         send, inflight = self._send, self._inflight
         started = False
+        if isinstance(renderer, UndecidedRenderer):
+            renderer.follow(lambda: inflight.request)
         wait_s = HEAD_S if inflight.request.constraint is None else HEAD_CONSTRAINED_S
         clock = StreamClock(self._metrics, self._began, again=self._again)
         idle = IdleTimer(self._gateway.settings.stream_ping_s, inflight.nudge)
@@ -415,7 +422,7 @@ class Responder:
             clock.ends()
             self.close()
 
-    async def whole(self, collector: Aggregator) -> str:
+    async def whole(self) -> str:
         """One JSON body; returns the code for the metrics.
 
         Raises:
@@ -424,8 +431,7 @@ class Responder:
         inflight = self._inflight
         self.open()
         try:
-            while not collector.push(await inflight.take()):
-                pass
+            collector = await self._gateway.collected(inflight)
             portions = await encode_portions(collector)
             size = sum(map(len, portions))
             self._metrics.response_bytes.inc(size)
@@ -444,9 +450,14 @@ class Responder:
 
 
 def id_headers(request: GenerateRequest) -> list[tuple[bytes, bytes]]:
-    """Headers with the request's id; Anthropic's clients look for it under a name of their own."""
-    name = request.id.encode()
-    return [(REQUEST_ID, name), (b"request-id", name)] if request.endpoint == MESSAGE else [(REQUEST_ID, name)]
+    """Headers with the request's id; Anthropic's clients look for it under a name of their own. If another model runs
+    it than was asked for, that one's name."""
+    headers = [(REQUEST_ID, request.id.encode())]
+    if request.endpoint == MESSAGE:
+        headers.append((b"request-id", request.id.encode()))
+    if request.asked:
+        headers.append((ANSWERED_BY, quote(request.named).encode()))
+    return headers
 
 
 INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")

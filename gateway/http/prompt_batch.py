@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+import msgspec
+
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt_batch import BatchRenderer, merge_answers, split_prompts
 from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_answer
@@ -46,7 +48,9 @@ async def answer_prompts(
     prepared = []
     for each in bodies:
         await gateway.turns.enter()
-        prepared.append(await prepare(each))
+        made = await prepare(each)
+        # One model answers all: the answer has one name for it.
+        prepared.append(made._replace(request=msgspec.structs.replace(made.request, fallbacks=())))
     return await _answer(gateway, prepared, scope, send, began)
 
 

@@ -209,6 +209,7 @@ def final_state(record: done.Done) -> Literal["done", "failed", "cancelled"]:
 
 
 async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
+    request = await gateway.as_run(request)
     collector = await _collector(gateway, request, late=False)
     progress = await running_progress(gateway, request, collector)
     if progress is None:

@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.gateway.access.authentication import Sight, caller_of
-from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
+from penstock.gateway.apis.chat.segments import WholeAnswer
 from penstock.gateway.apis.responses.bodies import InputItem
 from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemList
 from penstock.gateway.apis.responses.objects import Response as ResponseObject
 from penstock.gateway.apis.responses.record import PREFIX, input_items, read_stored
-from penstock.gateway.apis.responses.render import ResponseBuilder, ResponseEvents, response
+from penstock.gateway.apis.responses.render import ResponseBuilder, response
 from penstock.gateway.base.request_bodies import RESPONSE, invalid
 from penstock.gateway.http.answers import JSON, HttpExchange, Responder, answer_text, id_headers, send_error
 from penstock.gateway.http.asgi import Receive, Scope, Send
@@ -104,8 +104,7 @@ class StoredResponses:
             if request.query_params.get("stream") != "true":
                 await _reply(_json(await current_response(self._gateway, found)))(scope, receive, send)
                 return
-            detokenizer = await _detokenizer(self._gateway, found.request)
-            renderer = SegmentRenderer(found.request, detokenizer, ResponseEvents(found.request, detokenizer))
+            renderer = await self._gateway.renderer(found.request)
             after = request.query_params.get("starting_after") or request.headers.get("last-event-id")
             if after:
                 renderer.resume(after)
@@ -191,6 +190,8 @@ class StoredResponses:
 async def current_response(gateway: Gateway, found: StoredRequest) -> ResponseObject:
     """A response as it is now, or as it ended."""
     request, record = found
+    if record is None:
+        request = await gateway.as_run(request)
     detokenizer = await _detokenizer(gateway, request)
     whole = WholeAnswer(request, detokenizer, response)
     if record is not None:

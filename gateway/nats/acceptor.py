@@ -123,10 +123,14 @@ class RequestAcceptor:
         check_vectors(prepared.request, gateway.bus.max_message)
         await gateway.charges.reserve(caller, prepared)
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
+        if prepared.request.asked:
+            self.table.check_model(origin.tenant, prepared.request.model)
+        models = self.table.limits(origin.tenant).models
         request = msgspec.structs.replace(
             prepared.request,
             form=shape.form,
             client_request_id=options.message_id,
+            fallbacks=tuple(each for each in prepared.request.fallbacks if not models or each.model in models),
         )
         return prepared._replace(request=request)
 

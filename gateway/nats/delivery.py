@@ -32,6 +32,7 @@ from penstock.schemas.done import Done, items
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import HEADER_IGNORED, HEADER_REQUEST
+from penstock.schemas.tokens import TokenItem
 
 INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's return
 PROBE_S = 0.1
@@ -369,16 +370,20 @@ async def _messages(
     if late is not None:
         yield late
     elif inflight.request.form:
-        detokenizer = await gateway.fleet.detokenizer(inflight.request)
-        assert detokenizer is not None
-        chunks = StreamMessages(inflight.request, detokenizer)
-        while not chunks.done:
+        chunks: StreamMessages | None = None
+        while chunks is None or not chunks.done:
+            items, failed = list[TokenItem](), None
             try:
-                made = chunks.push(await inflight.take())
+                items = await inflight.take()
             except ServingError as error:
                 if error.code is Code.broker_unavailable:
                     raise  # it is no part of the answer: that comes when the broker stores messages again
-                made = chunks.fail(error)
+                failed = error
+            if chunks is None:  # which model answers is known now
+                detokenizer = await gateway.fleet.detokenizer(inflight.request)
+                assert detokenizer is not None
+                chunks = StreamMessages(inflight.request, detokenizer)
+            made = chunks.push(items) if failed is None else chunks.fail(failed)
             if counted and chunks.done:
                 account(gateway.metrics.of(inflight.request.model), chunks.usage)
             for message in made:
@@ -392,11 +397,9 @@ def _smaller(request: GenerateRequest) -> str:
 
 
 async def _whole(gateway: Gateway, inflight: InflightRequest, *, counted: bool) -> DeliveredMessage:
-    collector = aggregator_for(inflight.request, await gateway.fleet.detokenizer(inflight.request))
     limit = gateway.bus.max_message
     try:
-        while not collector.push(await inflight.take()):
-            pass
+        collector = await gateway.collected(inflight)
         if counted:
             account(gateway.metrics.of(inflight.request.model), collector.usage)
         body = await encode_answer(collector)

@@ -83,7 +83,7 @@ class Completion:
         """Give an in-flight request the rest of its answer."""
         if has_output(record):
             log.info("answer_completed_from_record", request=record.request, tokens=record.usage.completion)
-            inflight.complete(done.items(record))
+            inflight.complete(done.items(record), done.fallback_of(record))
         elif not inflight.request.no_store:
             if self._is_news(record.request):
                 log.error("answer_lost", request=record.request, left_out=record.left_out)
@@ -102,6 +102,8 @@ class Completion:
             items = again.available()
             if inflight.ended:
                 return
+            if again.request.fallback > inflight.request.fallback:
+                inflight.request = again.request
             if not again.fold.open:
                 log.info("answer_completed_from_tokens", request=record.request, tokens=record.usage.completion)
                 inflight.complete(items)

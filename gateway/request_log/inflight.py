@@ -9,13 +9,18 @@ client does not read. They stay in the log, and are read from there when the cli
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
+import structlog
+
 from penstock.gateway.admission.rate_limits.limiter import Paid
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import ENDED, EarlierWorker
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, fallen_back
 from penstock.schemas.token_dedup import TokenReassembler
-from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.schemas.tokens import ANOTHER_MODEL, WHOLE_REQUEST, Finish, TokenItem
+
+log = structlog.get_logger("gateway")
 
 MAX_ITEMS = 2_048  # buffered for a client that does not read, with one choice and no log-probabilities
 PORTION_BYTES = 4_096  # of token ids returned at once; rendering 1,024 tokens takes about 2 ms
@@ -40,6 +45,7 @@ class InflightRequest:
         abort: closes the client's connection. Set by the responder.
         turns: decides when the reader is woken and resumed. None: at once.
         on_poisoned: called with the request if it ends as poisonous.
+        request: as it was accepted; once another model runs it, as that one has it.
         worker: that streamed last; "": none yet.
         earlier_workers: that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are stored for good.
@@ -177,6 +183,8 @@ class InflightRequest:
             self._note_failure(item.finish)
         due = self.fold.push(item)
         if not due:
+            if self.fold.fallback > self.request.fallback:
+                self._fall_back(item)
             return
         if self.kept is not None:
             self.kept += due
@@ -196,6 +204,17 @@ class InflightRequest:
             # This message is read again, because its later items are missing. The reassembler drops duplicates.
             self.seq = seq - 1
             self._held = None
+
+    def _fall_back(self, item: TokenItem) -> None:
+        """Another model runs the request from now on. Nothing of its answer came before."""
+        if self.kept is not None:
+            self.kept.append(item)
+        try:
+            self.request = fallen_back(self.request, self.fold.fallback, item.attempt)
+        except (msgspec.MsgspecError, IndexError) as error:
+            log.error("fallback_unreadable", request=self.request.id, error=repr(error))
+            what = f"request {self.request.id} was answered by another model, which this gateway cannot read"
+            self.fail(ServingError(Code.internal, what))
 
     def _note_failure(self, finish: Finish) -> None:
         self._failed = True
@@ -247,13 +266,20 @@ class InflightRequest:
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    def complete(self, items: Iterable[TokenItem]) -> None:
-        """Add the missing items from the request's record (``penstock.schemas.done.items``)."""
+    def complete(self, items: Iterable[TokenItem], fallback: int = 0) -> None:
+        """Add the missing items from the request's record (``penstock.schemas.done.items``).
+
+        Args:
+            fallback: which of its fallbacks they are of, as in ``GenerateRequest``; 0: none.
+        """
         parts = [part for item in items for part in _parts(item)]
         for part in parts:
             if part.finish is not None and part.finish.code:
                 self._note_failure(part.finish)
         due = self.fold.conclude(parts)
+        if fallback > self.request.fallback:
+            self.fold.fallback = fallback
+            self._fall_back(TokenItem(self.request.id, self.fold.attempt, ANOTHER_MODEL, fallback))
         if due and not self.cancelling:
             self.buffered += due
         self.behind = self._paused = False

@@ -158,7 +158,7 @@ class Records:
         Raises:
             ServingError: the log did not answer.
         """
-        subjects = [self._bus.subjects.done(r.tenant, r.model, r.id) for r in requests]
+        subjects = [self._bus.subjects.done(r.tenant, r.recorded_under, r.id) for r in requests]
         events = [_decoded(entry.data) for entry in await get_last_of(self._bus, self._stream, subjects)]
         return [event for event in events if event is not None]
 
@@ -198,6 +198,22 @@ def _decoded(data: bytes) -> done.Done | None:
         log.warning("terminal_event_unreadable", error=str(error))
         return None
     return event if isinstance(event, done.Done) else None
+
+
+def _as_run(request: GenerateRequest, record: done.Done | None) -> GenerateRequest:
+    """A stored request as the model has it that answered it.
+
+    Raises:
+        ServingError: internal: this build cannot read that.
+    """
+    number = done.fallback_of(record) if record is not None else 0
+    if number <= request.fallback or record is None:
+        return request
+    try:
+        return requests.fallen_back(request, number, record.attempt)
+    except (msgspec.MsgspecError, IndexError) as error:
+        what = f"request {request.id} was answered by another model, which this gateway cannot read"
+        raise ServingError(Code.internal, what) from error
 
 
 class StoredRequest(NamedTuple):
@@ -268,7 +284,7 @@ class RequestLookup:
             return StoredRequest(request, record)
         if whole.no_store:
             return StoredRequest(await self._with_content(whole, record), record)
-        return StoredRequest(whole, record)
+        return StoredRequest(_as_run(whole, record), record)
 
     async def _with_content(self, request: GenerateRequest, record: done.Done | None) -> GenerateRequest:
         """
@@ -277,7 +293,7 @@ class RequestLookup:
         """
         whole = await find_request(self._bus, request)
         if whole is not None:
-            return whole
+            return _as_run(whole, record)
         if record is not None and record.code == Code.content_lost:
             raise lost(request.id)
         if record is not None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
+import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -217,6 +218,9 @@ class Cell:
         packed = self.queues.packs and not request.no_store
         payload = wire.encode(requests.packed(request) if packed else request)
         limit = self.bus.max_message - JOB_BYTES
+        if len(payload) > limit and request.fallbacks:  # they are no reason to refuse it
+            request = msgspec.structs.replace(request, fallbacks=())
+            payload = wire.encode(requests.packed(request) if packed else request)
         if len(payload) > limit:
             raise ServingError(
                 Code.body_too_large,

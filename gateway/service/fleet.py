@@ -349,6 +349,29 @@ class FleetView:
             raise _unreadable(request)
         return (await self.store.load(source)).detokenizer
 
+    async def detokenizers(self, request: GenerateRequest) -> Callable[[GenerateRequest], Detokenizer | None]:
+        """The same of a request and of its fallbacks, for whichever of them answers.
+
+        Raises:
+            ServingError: model_unavailable: none of them can be read; of the result: that one cannot.
+        """
+        found: dict[str, Detokenizer | None] = {}
+        failure: ServingError | None = None
+        for each in (request, *(requests.decode_head(other.request) for other in request.fallbacks)):
+            try:
+                found[each.tokenizer] = await self.detokenizer(each)
+            except ServingError as error:
+                failure = failure or error
+        if not found and failure is not None:
+            raise failure
+
+        def chosen(one: GenerateRequest) -> Detokenizer | None:
+            if one.tokenizer not in found:
+                raise _unreadable(one)
+            return found[one.tokenizer]
+
+        return chosen
+
     def _source_of(self, request: GenerateRequest, model: TextModel | None) -> Source | None:
         """Where the tokenizer of an earlier request can be read; None: it is not known."""
         if request.tokenizer:

@@ -22,6 +22,7 @@ from penstock.gateway.admission.idempotency import Claim, reclaim
 from penstock.gateway.admission.queues import check_tenant, waiting_of
 from penstock.gateway.admission.rate_limits.limiter import Limiter
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
+from penstock.gateway.apis.endpoints import Aggregator, Renderer, UndecidedRenderer, aggregator_for, renderer_for
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.apis.responses.objects import InputTokens
 from penstock.gateway.base.chat_objects import stopping
@@ -454,6 +455,34 @@ class Gateway:
         """Stop reading, without cancelling."""
         self.cell_of(inflight.request.id).release(inflight)
 
+    async def collected(self, inflight: InflightRequest) -> Aggregator:
+        """The whole answer of an open request, by whichever model gives it.
+
+        Raises:
+            ServingError: its log cannot be read, its deadline has passed, or its model cannot be read here.
+        """
+        items = await inflight.take()
+        request = inflight.request
+        collector = aggregator_for(request, await self.fleet.detokenizer(request))
+        while not collector.push(items):
+            items = await inflight.take()
+        return collector
+
+    async def renderer(self, request: GenerateRequest, *, include_usage: bool = True) -> Renderer:
+        """Renders the answer of a request as events.
+
+        Args:
+            include_usage: as of ``renderer_for``.
+        Raises:
+            ServingError: unsupported: it has no events; model_unavailable: its model cannot be read here.
+        """
+        if not request.fallbacks:
+            return renderer_for(request, await self.fleet.detokenizer(request), include_usage=include_usage)
+        detokenizer_of = await self.fleet.detokenizers(request)
+        return UndecidedRenderer(
+            request, lambda chosen: renderer_for(chosen, detokenizer_of(chosen), include_usage=include_usage)
+        )
+
     def stop(self) -> None:
         """Leave all requests to the pipeline: each open answer ends with the id from which it can be continued."""
         self.stopped = True
@@ -477,6 +506,14 @@ class Gateway:
     async def read_again(self, request: GenerateRequest, last_attempt: int | None = None) -> InflightRequest:
         """Everything that the token stream has of a request; see ``Cell.read_again``."""
         return await self.cell_of(request.id).read_again(request, last_attempt)
+
+    async def as_run(self, request: GenerateRequest) -> GenerateRequest:
+        """A request without a record as the model has it that runs it.
+
+        Raises:
+            ServingError: the log cannot be read.
+        """
+        return (await self.read_again(request)).request if request.fallbacks else request
 
     async def list_requests(self, criteria: Criteria, limit: int, after: str = "") -> Page:
         """Up to ``limit`` requests of all cells; see ``page_of``."""

@@ -42,7 +42,7 @@ from penstock.schemas.jobs import ALONE, Job
 from penstock.schemas.requests import GenerateRequest, Media, new_request_id
 from penstock.schemas.streams import CLOCK_SKEW_NS, MIGRATION_ACK_WAIT_S
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_PART
-from penstock.schemas.tokens import PROMPT, TokenBatch, TokenItem
+from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, TokenBatch, TokenItem
 
 log = structlog.get_logger("gateway")
 
@@ -83,6 +83,7 @@ def guest_of(job: Job, request: GenerateRequest, guest: str, gateway: str) -> Ge
         repeats_poison=request.repeats_poison or job.suspect == ALONE,
         origin=request.id,
         resumes=bool(streamed_before(job, guest)),
+        fallbacks=(),  # its own cell chooses
     )
 
 
@@ -346,7 +347,7 @@ class Carrier:
             whole = jobs.decode(found[1])
             assert isinstance(whole, Job)
             job = whole
-        return job, requests.decode(found[0])
+        return job, requests.with_content(requests.decode(found[0]), request)
 
     async def _follow(
         self, carried: _Carried, job: Job, request: GenerateRequest, guest: str, record: done.Done | None
@@ -413,6 +414,8 @@ class Carrier:
             ServingError: no more will come.
         """
         left, waits = request.n, list[asyncio.Future[Ack]]()
+        if request.fallback:  # known before its first token
+            await (await self._store(request, (TokenItem(request.id, job.attempt, ANOTHER_MODEL, request.fallback),)))
         try:
             while left:
                 items = await inflight.take() if live else inflight.available()
@@ -439,7 +442,7 @@ class Carrier:
         own = self._own
         event = event_of(job, request, record)
         await own.publisher.publish(
-            own.bus.subjects.done(request.tenant, request.model, request.id),
+            own.bus.subjects.done(request.tenant, request.recorded_under, request.id),
             done.encode_within(event, own.bus.max_message),
             request.id,
             headers=summary.headers_of(event, request),

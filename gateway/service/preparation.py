@@ -8,6 +8,7 @@ A few threads whose tenants take turns, so that one tenant's long work does not 
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.configs.settings import GatewaySettings
+import msgspec
+import structlog
+
+from penstock.configs.settings import GatewaySettings, fallbacks_of
 from penstock.gateway.access.authentication import ANYONE, Caller, Sight
 from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
@@ -53,8 +57,12 @@ from penstock.gateway.service.fleet import FleetView, named_in
 from penstock.infra.fair_queue import FairQueue, QueueLimits
 from penstock.infra.text.template_sandbox import cpu_budget
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import BY_EMBED_WORKERS, new_request_id
+from penstock.schemas.fleet import adapter_name
+from penstock.schemas.requests import BY_EMBED_WORKERS, Fallback, GenerateRequest, new_request_id, packed
 from penstock.schemas.subjects import DEFAULT_TENANT
+from penstock.schemas.wire import encode
+
+log = structlog.get_logger("gateway")
 
 T = TypeVar("T")
 
@@ -146,6 +154,13 @@ COUNT_BYTES = 1 << 18  # searched for commas at once, which holds the interprete
 _NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES, **dict.fromkeys(OLLAMA, ollama_chat.NAMES)}
 
 
+class _OtherModel(NamedTuple):
+    """A model that may run a request in place of its own; ``request``: as it was prepared for that."""
+
+    context: PrepareContext
+    request: GenerateRequest
+
+
 class RequestPreparer:
     """Owns the threads, and the processes that try constraints; ``close`` it.
 
@@ -174,6 +189,7 @@ class RequestPreparer:
         self._settings = settings
         self._now_ns = now_ns
         self._cell = cell
+        self._fallbacks = fallbacks_of(settings.fallback)
         self._constraints = ConstraintCheck()
         self._threads = FairThreads(THREADS, PER_TENANT, "prepare")
 
@@ -188,16 +204,18 @@ class RequestPreparer:
         *,
         no_store: bool = False,
         caller: Caller = ANYONE,
+        other: "_OtherModel | None" = None,
     ) -> PreparedRequest:
         """
         Args:
             no_store: as if the body asked for it.
             caller: whose request it becomes.
+            other: to prepare a request for text for, as its fallback; None: the one that the body names.
         Raises:
             ServingError: the body cannot be served.
         """
-        now_ns = self._now_ns()
-        request_id = new_request_id(now_ns, cell=self._cell())
+        now_ns = self._now_ns() if other is None else other.request.created_ns
+        request_id = new_request_id(now_ns, cell=self._cell()) if other is None else other.request.id
         if self._settings.strict_options:
             await self.run_for(body, check_options, endpoint, body, tenant=caller.tenant)
         if endpoint in IMAGE_PATHS:
@@ -220,7 +238,10 @@ class RequestPreparer:
             return await self._embedding(
                 endpoint, body, caller, now_ns=now_ns, request_id=request_id, no_store=no_store
             )
-        context = await self._context(body, caller, tagged=endpoint in OLLAMA)
+        if other is not None:
+            context, asked = other.context, ""
+        else:
+            context, asked = await self._context(body, caller, tagged=endpoint in OLLAMA)
         if no_store and not context.no_store:
             context = context._replace(no_store=True)
         while True:
@@ -239,14 +260,55 @@ class RequestPreparer:
                 )
                 prepared = await self._with_media(found, context) if isinstance(found, PendingMediaRequest) else found
             if prepared.wanted is None:
-                return prepared
+                break
             field = rename(prepared.wanted.field, _NAMES.get(endpoint, {}))
             loosened = await self._constraints.check(prepared.wanted, prepared.request.tenant, field)
             if not loosened:
-                return prepared
+                break
             if context.loosened:
                 raise invalid("tools", "the tools' schemas cannot be compiled; make them simpler")
             context = context._replace(loosened=loosened)
+        if other is not None or not self._fallbacks or endpoint == COMPACTION:
+            return prepared
+        return await self._with_fallbacks(prepared, endpoint, body, context, asked, caller)
+
+    async def _with_fallbacks(
+        self,
+        prepared: PreparedRequest,
+        endpoint: str,
+        body: bytes,
+        context: PrepareContext,
+        asked: str,
+        caller: Caller,
+    ) -> PreparedRequest:
+        """The request with what may run in its place, as far as its caller may name that.
+
+        Args:
+            context: that it was prepared for.
+            asked: the model that was asked for, if that is known only by its fallbacks; "": ``context`` is of it.
+        """
+        names = (asked,) if asked else (adapter_name(context.adapter),) if context.adapter else context.names
+        others = next((self._fallbacks[name] for name in names if name in self._fallbacks), ())
+        request = prepared.request
+        if not others or request.worker:  # a named worker is wanted, and no other
+            return prepared
+        known = [*names, *context.names]
+        found: dict[str, Fallback] = {}
+        for name in others:
+            try:
+                own = caller.context(await self.fleet.context_for(name, caller))
+                if own.names[0] in (request.model, *found) and not own.adapter:
+                    continue
+                instead = _OtherModel(own._replace(names=[*own.names, *known]), prepared.request)
+                other = await self.prepare(endpoint, body, no_store=context.no_store, caller=caller, other=instead)
+            except ServingError as error:  # it is not there, or takes no such request
+                log.debug("fallback_not_prepared", model=name, request=request.id, error=error.message)
+                continue
+            found[other.request.model] = Fallback(other.request.model, encode(packed(other.request)))
+        request = msgspec.structs.replace(
+            request, fallbacks=tuple(found.values()), fallback_after_s=self._settings.fallback_after_s, asked=asked
+        )
+        return prepared._replace(request=request)
 
     async def _embedding(
         self, endpoint: str, body: bytes, caller: Caller, *, now_ns: int, request_id: str, no_store: bool
@@ -340,7 +402,8 @@ class RequestPreparer:
         """
         asked = await self.run_for(body, parse_response, body, tenant=caller.tenant)
         history = await self._conversations.history(asked.previous_response_id, self.fleet.sight(caller))
-        work = partial(count_prompt_of, asked, history.turns, await self._context(body, caller))
+        context, _ = await self._context(body, caller)
+        work = partial(count_prompt_of, asked, history.turns, context)
         return await self._in_thread(caller.tenant, len(body) + history.size, work)
 
     async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
@@ -349,25 +412,45 @@ class RequestPreparer:
         Raises:
             ServingError: the body cannot be served.
         """
-        context = await self._context(body, caller)
+        context, _ = await self._context(body, caller)
         return await self._render_for(body, work, body, context, tenant=caller.tenant)
 
-    async def _context(self, body: bytes, caller: Caller, *, tagged: bool = False) -> PrepareContext:
-        """What a body is prepared for, by the model that it names.
+    async def _context(self, body: bytes, caller: Caller, *, tagged: bool = False) -> tuple[PrepareContext, str]:
+        """What a body is prepared for, by the model that it names; and that name, if only its fallbacks are there.
 
         Args:
             tagged: its client may have put a tag behind the name.
         Raises:
             ServingError: see ``FleetView.context_for``; the body is not JSON.
         """
-        base = self.fleet.only_context()
+        base, asked = self.fleet.only_context() if not self._fallbacks else None, ""
         if base is None:
             if len(body) <= NAMED_INLINE:
                 name = named_in(body)
             else:
                 name = await self.run_for(body, named_in, body, tenant=caller.tenant)
-            base = await self.fleet.context_for(untagged(name, self.fleet.names) if tagged else name, caller)
-        return caller.context(base)
+            name = untagged(name, (*self.fleet.names, *self._fallbacks)) if tagged else name
+            try:
+                base = await self.fleet.context_for(name, caller)
+            except ServingError as error:
+                asked, base = name, await self._context_instead(name, caller, error)
+                return caller.context(base)._replace(names=[*base.names, name]), asked
+        return caller.context(base), asked
+
+    async def _context_instead(self, name: str, caller: Caller, error: ServingError) -> PrepareContext:
+        """What a body is prepared for whose model is not known here, or cannot be read: the first of its fallbacks
+        that can.
+
+        Args:
+            error: why the model itself cannot be served.
+        Raises:
+            ServingError: that one, if none can.
+        """
+        if error.code in (Code.model_not_found, Code.model_unavailable) and caller.may_name(name):
+            for each in self._fallbacks.get(name, ()):
+                with contextlib.suppress(ServingError):
+                    return await self.fleet.context_for(each, caller)
+        raise error
 
     async def run_for(
         self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any

@@ -444,6 +444,6 @@ async def _end(bus: Bus, publisher: Publisher, request: GenerateRequest, event: 
     headers = summary.headers_of(event, request)
     if request.no_store:
         event = done.without_content(event)
-    subject = bus.subjects.done(request.tenant, request.model, request.id)
+    subject = bus.subjects.done(request.tenant, request.recorded_under, request.id)
     payload = done.encode_within(event, bus.max_message)
     await publisher.publish(subject, payload, request.id, headers=headers, timeout=END_S, once=True)

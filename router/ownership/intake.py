@@ -14,6 +14,7 @@ import functools
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -28,7 +29,7 @@ from penstock.router.ownership.membership import Membership
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import routers
-from penstock.schemas.requests import Priority
+from penstock.schemas.requests import Priority, stored_as_fallback
 from penstock.schemas.routers import LostLeases
 from penstock.schemas.streams import LONGEST_DEADLINE_S, ConsumerSpec, topology
 from penstock.schemas.subjects import request_of, token
@@ -117,7 +118,14 @@ async def read_again(bus: Bus, pending: PendingRequest) -> bool:
     entry = await get(bus, bus.subjects.stream("REQUESTS"), sequence(pending.reply), within_s=READ_AGAIN_S)
     if entry is None or request_of(entry.headers) != pending.request.id:
         return False
-    pending.raw = entry.data
+    pending.raw, request = entry.data, pending.request
+    if request.fallback:  # the log has what was asked for
+        try:
+            _, pending.raw = stored_as_fallback(entry.data, request.fallback, request.fell_back_at)
+        except (msgspec.MsgspecError, IndexError) as error:
+            log.error("fallback_unreadable", request=request.id, error=repr(error))
+            pending.raw = b""
+            return False
     return True
 
 

@@ -24,8 +24,18 @@ from penstock.router.state.attempts import Positions, count_crashes
 from penstock.router.state.holders import TargetId
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration, Revisions, WorkerState
-from penstock.schemas.jobs import ALONE, SUSPECT, Decision, DecisionInputs, EarlierWorker, Job, LoadHeader, score_table
-from penstock.schemas.requests import GenerateRequest, LogitsProcessor
+from penstock.schemas.jobs import (
+    ALONE,
+    FELL_BACK,
+    SUSPECT,
+    Decision,
+    DecisionInputs,
+    EarlierWorker,
+    Job,
+    LoadHeader,
+    score_table,
+)
+from penstock.schemas.requests import GenerateRequest, LogitsProcessor, stored_as_fallback, without_fallbacks
 from penstock.schemas.tokens import Finish, Logprob
 
 EVIDENCE_S = 30.0  # Kubernetes starts a container that crashed a second time again after 20 s
@@ -142,6 +152,44 @@ def trimmed(request: GenerateRequest) -> GenerateRequest:
         client_body=b"",
         constraint=None,
         trace=None,
+        fallbacks=without_fallbacks(request).fallbacks,
+    )
+
+
+def why_fall_back(pending: PendingRequest, workers: bool, now_ns: int, absent_s: float) -> str:
+    """Why a held request is to run as one of its fallbacks; "": it waits on.
+
+    Args:
+        workers: of its model are there, full or not.
+        absent_s: for so long it must have waited without any.
+    """
+    request = pending.request
+    if pending.streaming or not request.fallbacks:
+        return ""
+    waited_s = (now_ns - (pending.since_ns if request.fallback else request.created_ns)) / 1e9
+    if 0 < request.fallback_after_s <= waited_s:
+        return f"no worker of {request.model!r} took it within {request.fallback_after_s:g} s"
+    return f"{request.model!r} has no worker" if not workers and waited_s >= absent_s else ""
+
+
+def as_fallback(pending: PendingRequest, number: int, why: str, now_ns: int) -> PendingRequest:
+    """A request without a token as one of its fallbacks runs it.
+
+    Args:
+        pending: with ``raw``.
+        number: as in ``GenerateRequest.fallback``.
+    Raises:
+        msgspec.MsgspecError, IndexError: this build cannot read it.
+    """
+    request, raw = stored_as_fallback(pending.raw, number, pending.attempt)
+    return PendingRequest(
+        request,
+        raw,
+        pending.reply,
+        now_ns,
+        attempt=pending.attempt,
+        reason=f"{FELL_BACK}: {why}",
+        earlier_workers=pending.earlier_workers,
     )
 
 

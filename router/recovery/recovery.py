@@ -52,6 +52,7 @@ class Recovery:
         misses_output: whether a broker without a cluster has just restarted, and a request, by its id, is from before:
             what was streamed of one with ``no_store`` is being put into memory storage again, and it is not fenced.
         place: gives a later attempt to a worker, or holds it.
+        fall_back: runs a later attempt as a fallback of its request, for this reason; False: it has none that can.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Recovery:
         owns: Callable[[str], bool],
         misses_output: Callable[[str], bool],
         place: Callable[[PendingRequest], Awaitable[bool]],
+        fall_back: Callable[[PendingRequest, str], Awaitable[bool]],
     ) -> None:
         self._bus = bus
         self._publisher = publisher
@@ -80,6 +82,7 @@ class Recovery:
         self._owns = owns
         self._misses_output = misses_output
         self._place = place
+        self._fall_back = fall_back
         self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._recovering: set[tuple[str, int]] = set()
         self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
@@ -206,24 +209,33 @@ class Recovery:
         if len(pending.finished) == pending.request.n:
             attempt.earlier_workers = pending.earlier_workers
             self._terminal.complete(attempt)
-        elif stalled and attempt.reason.startswith(STALLED):
-            message = f"{reason}; the attempt before {attempt.reason}"
-            self._terminal.end(pending, Code.engine_error, message)
-        elif self._used_up(pending):
-            count = attempt.attempt - _in_cells(pending)
-            workers = "1 worker was" if count == 1 else f"{count} workers in turn were"
-            message = f"{workers} lost or failed while running this request ({reason})"
-            self._terminal.end(pending, Code.worker_lost, message)
-        else:
+            return
+        failure = self._failure(pending, attempt, reason)
+        self._cluster.tracker.requeue(attempt.request_id, attempt.attempt)
+        if failure is None:
             log.info("request_requeued", request=attempt.request_id, attempt=pending.attempt, reason=reason)
-            self._cluster.tracker.requeue(attempt.request_id, attempt.attempt)
             await self._place(pending)
+        elif not await self._fall_back(pending, f"{failure[0].value}: {failure[1]}"):
+            self._terminal.end(pending, *failure)
+
+    def _failure(self, pending: PendingRequest, attempt: InterruptedAttempt, reason: str) -> tuple[Code, str] | None:
+        """With what a request ends that has no further attempt, unless it falls back to another model."""
+        if (failure := jobs.failure_in(reason)) is not None:
+            return failure
+        if reason.startswith(STALLED) and attempt.reason.startswith(STALLED):
+            return Code.engine_error, f"{reason}; the attempt before {attempt.reason}"
+        if not self._used_up(pending):
+            return None
+        count = attempt.attempt - _in_cells(pending)
+        workers = "1 worker was" if count == 1 else f"{count} workers in turn were"
+        return Code.worker_lost, f"{workers} lost or failed while running this request ({reason})"
 
     def _used_up(self, pending: PendingRequest) -> bool:
-        """Whether a request may have no further attempt. Crashes have a limit of their own, and no worker failed when
-        another cell returned it."""
+        """Whether a request may have no further attempt. Crashes have a limit of their own, no worker failed when
+        another cell returned it, and a fallback begins to count anew."""
         uncounted = self._cluster.returned.crashes(pending.request.id) + _in_cells(pending)
-        return pending.attempt - uncounted > self._max_attempts
+        before = max(0, pending.request.fell_back_at - 1)
+        return pending.attempt - uncounted - before > self._max_attempts
 
     async def _revoke(self, entry: ActiveRequest) -> None:
         """Stop the worker of the present stage: the attempt is void."""

@@ -91,7 +91,11 @@ def refused(
         choices=tuple(done.Outcome(tokens, _reason(code)) for tokens in streamed),
         usage=done.usage_of(request, streamed),
         timings=done.Timings(
-            created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns, earlier_workers=earlier_workers
+            created_ns=request.created_ns,
+            ended_ns=now_ns,
+            streamed_ns=streamed_ns,
+            earlier_workers=earlier_workers,
+            made_with=done.MadeWith(fallback=request.fallback) if request.fallback else None,
         ),
         code=code.value,
         message=message,
@@ -137,7 +141,7 @@ def completed(
             ended_ns=now_ns,
             streamed_ns=streamed_ns,
             earlier_workers=earlier_workers,
-            made_with=done.MadeWith(revision),
+            made_with=done.MadeWith(revision, fallback=request.fallback),
         ),
         code=failed.code,
         message=failed.message,
@@ -264,7 +268,7 @@ class TerminalPublisher:
         if request.no_store:
             event = done.without_content(event)
         payload = done.encode_within(event, self._bus.max_message)
-        subject = self._bus.subjects.done(request.tenant, request.model, request.id)
+        subject = self._bus.subjects.done(request.tenant, request.recorded_under, request.id)
         ack = await self._publisher.publish(subject, payload, request.id, headers=headers, timeout=TIMEOUT_S, once=True)
         if not ack.duplicate:
             return True

@@ -49,7 +49,7 @@ from penstock.schemas.subjects import (
 
 log = structlog.get_logger("router")
 
-REVISIONS_S = 0.5  # between two looks for held requests whose revision has gone
+REVISIONS_S = 0.5  # between two looks for held requests whose revision has gone, or that may fall back
 SWEEP_S = 0.1
 RETENTION_S = 1.0
 SNAPSHOT_S = 10.0
@@ -61,6 +61,7 @@ class Maintenance:
     Args:
         place: ends a request whose deadline has passed, unless another router has placed it.
         place_held: places held requests, soon.
+        fall_back: runs a held request as a fallback if it has waited for long enough, by the time; False: it has not.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Maintenance:
         metrics: Metrics,
         place: Callable[[PendingRequest], Awaitable[bool]],
         place_held: Callable[[], None],
+        fall_back: Callable[[PendingRequest, int], Awaitable[bool]],
     ) -> None:
         self._bus = bus
         self._revision_wait_s = settings.revision_wait_s
@@ -86,6 +88,7 @@ class Maintenance:
         self._metrics = metrics
         self._place = place
         self._place_held = place_held
+        self._fall_back = fall_back
         self._looked = 0.0  # monotonic time of the last look for held requests whose revision has gone
         self._jobs = JobRetention(bus, publisher)
         self._requests = RequestRetention(bus, publisher)
@@ -117,7 +120,7 @@ class Maintenance:
                 await self._time_slice.yield_if_spent()
         if now - self._looked >= REVISIONS_S:
             self._looked = now
-            await self._end_without_revisions(now)
+            await self._move_or_end(now_ns, now)
         self._metrics.waiting.set(len(self._held))
         caches = self._cluster.caches
         if caches.index is not None:
@@ -128,8 +131,11 @@ class Maintenance:
         self._metrics.lost_leases(self._cluster.losses.recent(now_ns))
         self._place_held()
 
-    async def _end_without_revisions(self, now: float) -> None:
+    async def _move_or_end(self, now_ns: int, now: float) -> None:
+        """Held requests that need not, or cannot, wait for a worker of their model."""
         for pending in self._held:
+            if pending.request.fallbacks and await self._fall_back(pending, now_ns):
+                continue
             if self._revision_is_gone(pending, now) and self._held.remove(pending.request.id) is not None:
                 self._end_without_revision(pending)
             await self._time_slice.yield_if_spent()

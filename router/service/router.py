@@ -10,7 +10,7 @@ import functools
 import heapq
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,15 @@ from penstock.router.ownership.intake import BackgroundTasks, Intake, read_again
 from penstock.router.ownership.membership import REST
 from penstock.router.placement.cost import describe
 from penstock.router.placement.decision_inputs import Decider
-from penstock.router.placement.pending import PendingRequest, Standing, build_job, build_load, standing
+from penstock.router.placement.pending import (
+    PendingRequest,
+    Standing,
+    as_fallback,
+    build_job,
+    build_load,
+    standing,
+    why_fall_back,
+)
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from penstock.router.recovery.migration import Migration
 from penstock.router.recovery.recovery import Recovery, resume
@@ -47,8 +55,9 @@ from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import contents, jobs, requests, wire
 from penstock.schemas.cells import CELL, cell_target
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import run_together
 from penstock.schemas.jobs import DecisionInputs, LoadHeader, Stage, unexplained_losses
-from penstock.schemas.requests import GenerateRequest, Priority, time_of
+from penstock.schemas.requests import FALLBACK, GenerateRequest, Priority, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS
 
 log = structlog.get_logger("router")
@@ -56,6 +65,7 @@ log = structlog.get_logger("router")
 CANCELS_REMEMBERED = 50_000
 LONGEST_REASON = 200  # characters
 DRAIN_S = 3.0
+ABSENT_S = 1.0  # without a worker of its model, until a request falls back: one may just be registering again
 READ_AT_ONCE = 16  # requests that were left in the log; each may be as large as a message
 DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again for which there is no space
 
@@ -84,6 +94,7 @@ class Router:
         self._cancels: OrderedDict[str, str] = OrderedDict()  # request -> reason
         self._time_slice = TimeSlice()
         self._placing_held = False
+        self._several: Callable[[], bool] = lambda: False  # whether there are other cells, as far as is known
         self._reading = asyncio.Semaphore(READ_AT_ONCE)
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
@@ -112,6 +123,7 @@ class Router:
             owns=lambda worker: self.intake.owns(self.cluster.model_of(worker)),
             misses_output=self._misses_output,
             place=self.place,
+            fall_back=self.fall_back,
         )
         self.maintenance = Maintenance(
             bus,
@@ -124,6 +136,7 @@ class Router:
             metrics=metrics,
             place=self.place,
             place_held=self._place_held_soon,
+            fall_back=self.fall_back_held,
         )
 
     def _make_held(self) -> HeldRequests:
@@ -190,11 +203,12 @@ class Router:
             registrations=self.cluster.registrations,
         )
         self.tasks.spawn(costs.run(), name="cell-costs")
+        self._several = lambda: costs.wanted
         if self._settings.migrate_after_s:
             migration = Migration(
                 self._bus,
                 self._settings.migrate_after_s,
-                several=lambda: costs.wanted,
+                several=self._several,
                 cluster=self.cluster,
                 held=self.held,
                 terminal=self.terminal,
@@ -313,6 +327,50 @@ class Router:
             what = f"the router could not place the request ({type(error).__name__}); its log has the details"
             self.terminal.end(pending, Code.internal, what)
             return True
+
+    async def fall_back(self, pending: PendingRequest, why: str) -> bool:
+        """Run a request as the first of its fallbacks that has workers; False: none has, or it may not.
+
+        Args:
+            pending: not held. What streams of its earlier attempts is void.
+        """
+        request, number = pending.request, self._usable_fallback(pending)
+        if not number:
+            return False
+        try:
+            if not await read_again(self._bus, pending):
+                return False
+            other = as_fallback(pending, number, why, self._bus.clock.now_ns())
+        except (ServingError, msgspec.MsgspecError, IndexError) as error:
+            log.warning("fallback_unreadable", request=request.id, error=repr(error))
+            return False
+        log.info("request_fell_back", request=request.id, model=request.model, fallback=other.request.model, why=why)
+        self.metrics.fallbacks.labels(request.model, other.request.model).inc()
+        await self.place(other)
+        return True
+
+    async def fall_back_held(self, pending: PendingRequest, now_ns: int) -> bool:
+        """The same for a held request that has waited for long enough; False: it is held, or was placed meanwhile."""
+        request, serving = pending.request, self.cluster.tracker.serving
+        absent_s = ABSENT_S + (self._settings.migrate_after_s if self._several() else 0.0)
+        why = why_fall_back(pending, run_together(serving(request.model)), now_ns, absent_s)
+        if not why or not self._usable_fallback(pending) or self.held.remove(request.id) is None:
+            return False
+        if await self.fall_back(pending, why):
+            return True
+        self._hold(pending)
+        return False
+
+    def _usable_fallback(self, pending: PendingRequest) -> int:
+        """Which fallback of a request can run now, as in ``GenerateRequest.fallback``; 0: none."""
+        request = pending.request
+        if pending.streaming or request.worker or pending.suspect is Standing.poisonous:
+            return 0
+        for number, each in enumerate(request.fallbacks, request.fallback + 1):
+            serving = self.cluster.tracker.serving(each.model)
+            if run_together(worker for worker in serving if FALLBACK in worker.logits_processors):
+                return number
+        return 0
 
     async def migrate(self, pending: PendingRequest, cell: int, why: str) -> None:
         """Give a request to another cell: its job is stored here first, so nothing here runs it any more.

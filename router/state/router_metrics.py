@@ -36,6 +36,9 @@ class Metrics:
         self.revision_moves = scope.counter(
             "revision_moves", "requests moved to another revision before their first token"
         )
+        self.fallbacks = scope.counter(
+            "fallbacks", "requests moved to another model before their first token (--fallback)", ["model", "fallback"]
+        )
         self.stalled = scope.counter(
             "stalled_requests", "requests whose worker's engine made no step for --stalled-after-s", ["stage"]
         )

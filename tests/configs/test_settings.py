@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from penstock.configs.settings import RouterSettings, WorkerSettings, named
+from penstock.configs.settings import RouterSettings, WorkerSettings, fallbacks_of, named
 
 
 def test_a_process_without_a_name_has_its_role_s_its_host_s_and_its_port_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -12,3 +12,23 @@ def test_a_process_without_a_name_has_its_role_s_its_host_s_and_its_port_s(monke
     assert named(WorkerSettings(metrics_port=9201), "worker", 9201).name == "worker-host-1-9201"
     assert named(RouterSettings(), "router", 0).name == "router-host-1"
     assert named(RouterSettings(name="mine"), "router", 9101).name == "mine"
+
+
+def test_models_of_a_fallback_are_in_order_by_the_one_whose_requests_they_run() -> None:
+    assert fallbacks_of(()) == {}
+    given = ("big=small", "hosted", "small=big")
+    assert fallbacks_of(given) == {"big": ("small", "hosted"), "small": ("big",)}, "each other's: no request comes back"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("small",), "write MODEL=OTHER"),
+        (("big=",), "write MODEL=OTHER"),
+        (("big=small", "big"), "cannot take its own place"),
+        (("big=small", "small"), "names small twice|named twice"),
+    ],
+)
+def test_a_fallback_that_would_go_round_is_refused(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fallbacks_of(given)

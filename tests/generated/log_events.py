@@ -440,6 +440,8 @@ MEANINGS = {
     "request_not_deleted": "a request could not be deleted",
     "request_not_migrated": "another cell did not take a request; it goes back to its own",
     "request_requeued": "a request continues on another worker",
+    "request_fell_back": "a request without a token runs on another model from now on (--fallback)",
+    "fallback_unreadable": "a fallback of a request was written by another build, and cannot be read by this one",
     "request_resteered": "a late prefill was taken back and given to another worker",
     "request_retention_failed": "waiting requests could not be published again; tried again",
     "request_stalled": "a worker makes no progress with a request, which goes to another one",

@@ -278,6 +278,18 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "request_with_a_session": (msgspec.structs.replace(REQUEST, session="chat-1"), requests.decode),
     "request_with_a_constraint": (REQUEST_WITH_A_CONSTRAINT, requests.decode),
+    "request_that_may_fall_back": (
+        msgspec.structs.replace(
+            REQUEST,
+            fallbacks=(requests.Fallback("small", encode(msgspec.structs.replace(REQUEST, model="small"))),),
+            fallback_after_s=30.0,
+        ),
+        requests.decode,
+    ),
+    "request_that_fell_back": (
+        msgspec.structs.replace(REQUEST, asked="big", fallback=1, fell_back_at=2),
+        requests.decode,
+    ),
     "request_with_reasoning_as_its_client_wants_it": (
         msgspec.structs.replace(
             REQUEST,
@@ -448,6 +460,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             done.Done(REQUEST.id, "tiny", 1, "w-1", choices=(done.Outcome(pack_tokens([1, 151_643] * 4), "stop"),))
         ),
         done.decode_stored,
+    ),
+    "done_of_a_fallback": (
+        done.Done(REQUEST.id, "small", 2, timings=done.Timings(made_with=done.MadeWith("2f6c", fallback=1))),
+        done.decode,
     ),
     "done_with_its_engine": (
         done.Done(

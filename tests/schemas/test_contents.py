@@ -8,6 +8,7 @@ from penstock.schemas.requests import (
     Constraint,
     Diffusion,
     Embedding,
+    Fallback,
     GenerateRequest,
     LogitsProcessor,
     Media,
@@ -43,6 +44,7 @@ def whole_request() -> GenerateRequest:
         diffusion=Diffusion("image", SECRET, 8, 8, 1, "png", negative=SECRET),
         embedding=Embedding(2, texts=(SECRET,), lengths=(TOKEN,), queries=(SECRET,)),
         constraint=Constraint("regex", SECRET),
+        fallbacks=(Fallback("small", encode(samples.request(prompt=SAID, session=SECRET))),),
     )
 
 

@@ -16,6 +16,7 @@ from penstock.schemas.requests import (
     Constraint,
     Diffusion,
     Embedding,
+    Fallback,
     LogitsProcessor,
     Media,
     PackedRequest,
@@ -84,6 +85,7 @@ def test_arrays_get_no_further_fields() -> None:
     arrays = {kind for kind in message_types() if kind.__struct_config__.array_like}
     fields = {kind.__name__: len(kind.__struct_fields__) for kind in arrays}
     assert fields == {
+        "Fallback": 2,
         "File": 8,
         "Finish": 6,
         "LineResult": 3,
@@ -243,6 +245,7 @@ STAYS = {
 }
 STAYS |= {"priority", "no_store", "created_ns", "deadline_ns", "stops_shown", "echo", "unanswered"}
 STAYS |= {"user", "worker", "client_request_id", "repeats_poison", "watched", "api_key", "origin", "resumes", "ran_as"}
+STAYS |= {"fallback_after_s", "asked", "fallback", "fell_back_at"}
 
 
 def test_of_a_request_that_is_not_stored_no_field_but_these_stays() -> None:
@@ -264,6 +267,7 @@ def test_of_a_request_that_is_not_stored_no_field_but_these_stays() -> None:
         diffusion=Diffusion("image", secret, 8, 8, 1, "png", negative=secret),
         embedding=Embedding(2, texts=(secret,), lengths=(71_077_345,)),
         constraint=Constraint("regex", secret),
+        fallbacks=(Fallback("small", said),),
     )
     left = done.without_text(whole)
     assert said in encode(whole)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from penstock.schemas import done
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.token_dedup import TokenReassembler, replay, scores
-from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 
 
@@ -253,3 +253,16 @@ def test_an_answer_whose_beginning_the_log_has_lost_is_taken_over_from_its_begin
     # The client had everything; of what is computed again it takes what it does not have.
     again = [item(0, [0, 10, 20, 30], attempt=2), item(4, [40, 50, 60], attempt=2, finish="length")]
     assert read(TokenReassembler(1), [*lost, *left, *again]) == {0: [0, 10, 20, 30, 40, 50, 60]}
+
+
+def test_the_fallback_of_the_highest_attempt_counts_and_is_no_item_of_the_answer() -> None:
+    fold = TokenReassembler(2)
+    assert not fold.push(TokenItem("r", 2, ANOTHER_MODEL, 1))
+    assert (fold.attempt, fold.fallback, fold.open) == (2, 1, 2)
+    assert not fold.push(TokenItem("r", 1, ANOTHER_MODEL, 2)), "of an attempt that is over"
+    assert fold.fallback == 1
+    assert fold.push(TokenItem("r", 2, 0, 0, pack_tokens([5])))
+    assert not fold.push(TokenItem("r", 3, ANOTHER_MODEL, 1)), "its next worker says so again"
+    assert fold.position(0) == 1
+    parts = replay([TokenItem("r", 2, ANOTHER_MODEL, 1), TokenItem("r", 2, 0, 0, pack_tokens([5]))])
+    assert [list(unpack_tokens(part.tokens)) for part in parts] == [[5]]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from penstock.infra.text.detokenizer import StopSearch
 from penstock.schemas import kv, wire
-from penstock.schemas.errors import Code
+from penstock.schemas.errors import FALLS_BACK, Code
+from penstock.schemas.jobs import failed
 from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
 from penstock.workers.engines.engine_protocol import Engine, PinnedPrompt, Scored, SequenceMeasurements, StepResult
 
@@ -25,6 +26,7 @@ class SequenceState:
         "buffer",
         "cached",
         "dirty",
+        "falls_back",
         "finish",
         "first",
         "handed_off",
@@ -78,6 +80,7 @@ class SequenceState:
         self.max_tokens = 0  # the client's limit, in a prefill stage, whose engine stops after one token; else 0
         self.adopted_cached = -1  # cached prompt tokens at the prefill worker, if the KV came from there; else -1
         self.lost_input = ""  # why input from another worker is gone, so that this worker cannot continue
+        self.falls_back = False  # another model may run its request if this one fails before its first token
         self.handed_off = False  # flushed, and another worker continues; set in the event loop
         self.scored_tokens = 0  # leading prompt tokens whose log-probabilities were flushed
         self.measurements: list[SequenceMeasurements] | None = None  # the engine's own timings
@@ -216,6 +219,10 @@ class StepOutput:
                 continue
             if code == Code.transfer_failed:  # not the request's fault: another worker can continue
                 sequence.lost_input = message
+                self.ended.append(sequence)
+                continue
+            if sequence.falls_back and code in FALLS_BACK and not (sequence.tokens or sequence.buffer):
+                sequence.lost_input = failed(Code(code), message)  # a router decides
                 self.ended.append(sequence)
                 continue
             sequence.finish = Finish("error", None, sequence.cached, code, message)

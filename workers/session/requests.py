@@ -72,6 +72,11 @@ class RunningRequest(msgspec.Struct, eq=False):
         return self.job is not None and self.job.suspect == ALONE
 
     @property
+    def falls_back(self) -> bool:
+        """Whether another model may run it in place of this one, since no token was streamed."""
+        return bool(self.request.fallbacks) and not any(sequence.tokens for sequence in self.sequences)
+
+    @property
     def ended(self) -> bool:
         return all(outcome is not None for outcome in self.outcomes)
 
@@ -110,6 +115,7 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
         )
         if job.route:
             sequence.max_tokens = request.stop.max_tokens
+        sequence.falls_back = bool(request.fallbacks) and not any(job.resume)
         if index < len(job.logprobs):
             sequence.sent_logprobs += job.logprobs[index]
         running.sequences.append(sequence)
@@ -205,6 +211,9 @@ def sequence_requests(
             adapter=request.lora,
             handoff=ticket_id(running, running.route[0]) if running.route else "",
             share=share,
+            salt=request.salt,
+            falls_back=running.falls_back,
+            patience_s=request.fallback_after_s if running.falls_back else 0.0,
         )
         for sequence in open_
     ]
@@ -218,8 +227,9 @@ def _trace(running: RunningRequest, role: str) -> dict[str, str] | None:
 
 
 def _sampling(request: GenerateRequest) -> Sampling:
-    """Without the names of processors that keep a request from workers that know no constraints or adapters."""
-    if request.constraint is None and not request.lora:
+    """Without the names of processors that keep a request from workers that know no constraints, adapters or
+    fallbacks."""
+    if request.constraint is None and not request.lora and not request.fallback:
         return request.sampling
     rest = tuple(each for each in request.sampling.logits_processors if each.name not in MARKS)
     return msgspec.structs.replace(request.sampling, logits_processors=rest)
@@ -321,7 +331,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
             ended_ns=now_ns,
             streamed_ns=running.job.streamed_ns if running.job is not None else 0,
             earlier_workers=_earlier_workers(running, worker),
-            made_with=made_with,
+            made_with=_with_fallback(made_with, request),
             router=running.job.decision.router if running.job is not None else "",
         ),
         code=code,
@@ -332,6 +342,10 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
         scores=scores,
         left_out=left_out,
     )
+
+
+def _with_fallback(made_with: done.MadeWith, request: GenerateRequest) -> done.MadeWith:
+    return msgspec.structs.replace(made_with, fallback=request.fallback) if request.fallback else made_with
 
 
 def _earlier_workers(running: RunningRequest, worker: str) -> tuple[EarlierWorker, ...]:

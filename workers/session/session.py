@@ -31,7 +31,9 @@ from penstock.schemas.done import MadeWith
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
 from penstock.schemas.subjects import HEADER_PART, Subjects
+from penstock.schemas.tokens import ANOTHER_MODEL, TokenBatch, TokenItem
 from penstock.schemas.trace import wanted
+from penstock.schemas.wire import encode
 from penstock.workers.engines.support import build_of
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.crash_journal import CrashJournal
@@ -43,6 +45,7 @@ from penstock.workers.session.terminal_events import SETTLE_S, Reporter, Termina
 log = structlog.get_logger("worker")
 
 CONSUMER_TTL_S = 120.0
+ANNOUNCE_S = 10.0  # to store which fallback runs a request, before a router places it again
 DECLARE_S = 1.0  # for the streams with memory storage, before output is sent again: a lease has 3 s
 MISSING_S = 5.0  # without its consumer, a worker leaves the fleet
 DRAIN_POLL_S = 0.1  # an expiring lease sets no event
@@ -137,6 +140,7 @@ class WorkerSession:
         self._idle = asyncio.Event()
         self._journal = journal or CrashJournal(None, settings.name)
         self._reserved_for: RunningRequest | None = None  # which runs alone here, or waits until nothing else does
+        self._publisher = publisher
         self._waiting: tuple[RunningRequest, StageInput | None] | None = None  # of ``_reserved_for``
         self.tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
         self.lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
@@ -203,9 +207,11 @@ class WorkerSession:
         await self._bus.nc.publish(received.delivery.reply, ACK)
 
     def _with_sent_content(self, received: _Received) -> _Received | None:
-        """A job with all that belongs to it; None: its content has to be read, since the router could not have it sent
-        here before."""
+        """A job with all that belongs to it; None: it is not to start yet. Its content has to be read, since the router
+        could not have it sent here before; or it runs as a fallback."""
         request = received.request
+        if request.fallback:
+            return None  # its readers are told first
         if not request.no_store:
             return received
         data = self.contents.take(request.id)
@@ -228,7 +234,7 @@ class WorkerSession:
             return under_way.attempt > job.attempt
         admission = self.requests.admission(request.id, job.attempt, delivery)
         if admission is Admission.RUN:
-            self._used_memory = True
+            self._used_memory |= request.no_store
             restoring = self._restoring[request.id] = _Restoring(received)
             self._to_restore.append(restoring)
             if len(self._to_restore) == 1:
@@ -242,7 +248,7 @@ class WorkerSession:
         found = await self.contents.find(list(chain.from_iterable(wanted)))
         for restoring, subjects in zip(batch, wanted, strict=True):
             parts = [data for subject in subjects if (data := found.pop(subject, None)) is not None]
-            if len(parts) < len(subjects):  # it may come yet: beside the others
+            if len(parts) < len(subjects) or restoring.received.request.fallback:  # it may come yet: beside the others
                 self.tasks.spawn(self._accept_restored(restoring), name="restore", on_failure=_rejected)
                 continue
             try:
@@ -261,10 +267,13 @@ class WorkerSession:
         job, request = received.job, received.request
         failure: ServingError | None = None
         try:
-            received = _with_content(received, parts or await self._content(received))
+            if request.no_store:
+                received = _with_content(received, parts or await self._content(received))
+            if request.fallback:
+                await self._announce(received)
         except ServingError as error:
             failure = error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, IndexError) as error:
             log.error("job_unreadable", request=request.id, error=str(error))
             failure = ServingError(Code.internal, "the content of the request cannot be read by this build")
         finally:
@@ -285,7 +294,26 @@ class WorkerSession:
         if over:
             await self._bus.nc.publish(restoring.delivery.reply, ACK)
 
+    async def _announce(self, received: _Received) -> None:
+        """Tell whoever reads the answer which model the tokens of this attempt are of: stored before the first one.
+
+        Raises:
+            ServingError: broker_unavailable: it could not be stored.
+        """
+        request, attempt = received.request, received.job.attempt
+        item = TokenItem(request.id, attempt, ANOTHER_MODEL, request.fallback)
+        batch = TokenBatch(self.id, self.epoch, 0, (item,))
+        await self._publisher.publish(
+            self._bus.subjects.tokens(request.token_address),
+            encode(batch),
+            f"{request.id}:{attempt}:model",
+            timeout=ANNOUNCE_S,
+            gate=self._outbox.open,
+        )
+
     def _parts_of(self, received: _Received) -> list[str]:
+        if not received.request.no_store:
+            return []
         request, contents_of = received.request, self._bus.subjects.contents
         return [contents_of(request.gateway, request.id, name) for name in _part_names(received)]
 
@@ -598,14 +626,15 @@ def _part_names(received: _Received) -> list[str]:
 def _with_content(received: _Received, parts: Sequence[bytes]) -> _Received:
     """
     Raises:
-        msgspec.MsgspecError: it is of a version that this one cannot read.
+        msgspec.MsgspecError, IndexError: it is of a version that this one cannot read.
     """
     job, stage_input = received.job, received.stage_input
     if len(parts) > 1:
         work = jobs.decode(parts[1])
         assert not isinstance(work, jobs.Revoke)
         job, stage_input = _opened(work)
-    return _Received(job, requests.decode(parts[0]), received.delivery, stage_input)
+    request = requests.with_content(requests.decode(parts[0]), received.request)
+    return _Received(job, request, received.delivery, stage_input)
 
 
 def _opened(work: jobs.Job | StageInput) -> tuple[jobs.Job, StageInput | None]:

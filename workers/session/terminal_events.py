@@ -19,7 +19,8 @@ from penstock.infra.bus.puller import ACK
 from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas import done, kv, requests, summary, wire
-from penstock.schemas.errors import Code
+from penstock.schemas.errors import FALLS_BACK, Code
+from penstock.schemas.jobs import failed
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.session.lease import Outbox
@@ -92,7 +93,7 @@ class Reporter:
             event = done.packed(event)
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
-            self._bus.subjects.done(request.tenant, request.model, request.id),
+            self._bus.subjects.done(request.tenant, request.recorded_under, request.id),
             payload,
             request.id,
             headers=headers,
@@ -180,8 +181,12 @@ class TerminalEvents:
             await self.end(running, *running.cancelled)
 
     async def reject(self, running: RunningRequest, code: Code, message: str) -> None:
-        """End a request that does not run, or no longer runs, with an error."""
+        """End a request that does not run, or no longer runs, with an error; or return it, if another model may run it
+        then."""
         request = running.request
+        if code in FALLS_BACK and running.falls_back and self._requests.owns(running):
+            self.requeue(running, failed(code, message))
+            return
         reason = "cancelled" if code is Code.cancelled else "error"
         finish = Finish(reason, None, running.cached, code.value, message)
         item = TokenItem(request.id, running.attempt, WHOLE_REQUEST, 0, b"", finish)

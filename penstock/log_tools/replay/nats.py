@@ -137,7 +137,7 @@ class NatsSender:
         now_ns = time.time_ns()
         request = each.make(new_request_id(now_ns, cell=self._cell), now_ns)
         subjects = self._bus.subjects
-        self._open[request.id] = subjects.done(request.tenant, request.model, request.id), time.monotonic()
+        self._open[request.id] = subjects.done(request.tenant, request.recorded_under, request.id), time.monotonic()
         try:
             subject = subjects.request(request.model, request.priority.value, request.id)
             await self._publisher.publish(

@@ -633,7 +633,7 @@ async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGener
 
 
 async def _records(bus: Readable, wanted: Iterable[RequestSummary]) -> AsyncGenerator[done.Done, None]:
-    subjects = [bus.subjects.done(each.tenant, each.model, each.id) for each in wanted]
+    subjects = [bus.subjects.done(each.tenant, each.asked or each.model, each.id) for each in wanted]
     for start in range(0, len(subjects), CHECKED):
         for entry in await get_last_of(bus, bus.subjects.stream("DONE"), subjects[start : start + CHECKED]):
             event = done.decode(entry.data)

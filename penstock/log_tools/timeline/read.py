@@ -176,7 +176,7 @@ def _lost_end(bus: Readable, timeline: RequestTimeline, now_ns: int) -> str:
     if isinstance(bus, StoredLog):
         stream = bus.stream(bus.subjects.stream("DONE"))
         noted = stream.noted_subjects() if stream is not None else None
-        subject = bus.subjects.done(request.tenant, request.model, request.id)
+        subject = bus.subjects.done(request.tenant, request.recorded_under, request.id)
         if any(each.startswith("DONE ") for each in timeline.damaged) or (noted and subject.encode() in noted):
             return "its end: it has ended, and its record is damaged on the disk"
         if stream is not None and noted is None and stream.incomplete:

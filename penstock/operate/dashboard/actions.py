@@ -143,7 +143,7 @@ async def terminate(bus: Bus, request: GenerateRequest) -> bool:
     Raises:
         ServingError: the broker did not answer, or does not take the entry of the audit log.
     """
-    subject = bus.subjects.done(request.tenant, request.model, request.id)
+    subject = bus.subjects.done(request.tenant, request.recorded_under, request.id)
     order = wire.encode(control.Cancel(request.id, "terminated by the operator"))
     async with recorded(bus.nc, bus.subjects, "terminate", request.id):
         for _ in range(int(ENDS_S / AGAIN_S)):

@@ -42,6 +42,7 @@ class Settings:
     strict_options = False
     cell = -1
     template_cpu_s = 1.0
+    fallback: tuple[str, ...] = ()
 
 
 @pytest.fixture(params=["hermes", "qwen3_coder"])

@@ -15,6 +15,7 @@ from penstock.gateway.service import preparation
 from penstock.gateway.service.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
 from penstock.infra.text.chat_template import ChatTemplate
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import GenerateRequest, decode
 from penstock.schemas.subjects import Subjects
 
 
@@ -46,6 +47,8 @@ class _Settings:
     always_no_store = False
     strict_options = False
     template_cpu_s = 1.0
+    fallback: tuple[str, ...] = ()
+    fallback_after_s = 7.0
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "text", "images"])
@@ -209,3 +212,64 @@ async def test_messages_that_cannot_fit_are_refused_before_they_are_rendered(
     with pytest.raises(ServingError, match="characters in 100 messages") as caught:
         await preparer.prepare("chat", json.dumps(body).encode())
     assert caught.value.code is Code.context_length_exceeded
+
+
+class _TwoModels(Fleet):
+    """Models tiny and small, of which a caller may name what its key says."""
+
+    names = ("tiny", "alias", "small")
+
+    def __init__(self, context: PrepareContext, *, lacks: str = "") -> None:
+        super().__init__(context)
+        small = context._replace(names=("small",), worker_max_model_len=64)
+        self.contexts = {"tiny": context, "alias": context, "small": small}
+        self.contexts.pop(lacks, None)
+
+    async def context_for(self, name: str, caller: Caller) -> PrepareContext:
+        if name not in self.contexts or not caller.may_name(name):
+            raise ServingError(Code.model_not_found, f"no {name}", param="model")
+        return self.contexts[name]
+
+
+async def with_fallback(fleet: Fleet, given: tuple[str, ...], body: dict[str, Any], caller: Caller) -> GenerateRequest:
+    settings = _Settings()
+    settings.fallback = given
+    made = RequestPreparer(fleet, None, None, "gw1", settings)  # type: ignore[arg-type]
+    try:
+        return (await made.prepare("chat", json.dumps(body).encode(), caller=caller)).request
+    finally:
+        await made.close()
+
+
+HELLO = {"model": "alias", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+ALL = Caller("acme", "acme")
+
+
+async def test_a_request_is_prepared_for_its_fallbacks_too_as_far_as_its_key_may_name_them(
+    context: PrepareContext,
+) -> None:
+    fleet = _TwoModels(context)
+    asked = await with_fallback(fleet, ("alias=absent", "small"), HELLO, ALL)
+    assert (asked.model, asked.asked, asked.fallback_after_s) == ("tiny", "", 7.0)
+    (other,) = asked.fallbacks
+    small = decode(other.request)
+    assert (other.model, small.model, small.id, small.tenant) == ("small", "small", asked.id, "acme")
+    assert not (await with_fallback(fleet, ("tiny=small",), HELLO, Caller("a", "a", models=["alias"]))).fallbacks
+    assert (await with_fallback(fleet, ("tiny=small",), HELLO, Caller("a", "a", models=["alias", "small"]))).fallbacks
+    assert not (await with_fallback(fleet, ("small=tiny",), HELLO, ALL)).fallbacks, "others have them"
+    assert not (await with_fallback(fleet, ("tiny=small",), HELLO | {"worker": "w"}, ALL)).fallbacks
+
+
+async def test_a_fallback_that_cannot_take_a_request_is_left_out(context: PrepareContext) -> None:
+    long = HELLO | {"messages": [{"role": "user", "content": "hello " * 200}]}
+    assert not (await with_fallback(_TwoModels(context), ("tiny=small",), long, ALL)).fallbacks
+
+
+async def test_a_model_that_is_not_known_is_answered_by_its_fallback_from_the_start(context: PrepareContext) -> None:
+    fleet = _TwoModels(context, lacks="small")
+    asked = await with_fallback(fleet, ("small=tiny",), HELLO | {"model": "small"}, ALL)
+    assert (asked.model, asked.asked, asked.fallbacks) == ("tiny", "small", ())
+    with pytest.raises(ServingError, match="no small"):
+        await with_fallback(fleet, ("small=tiny",), HELLO | {"model": "small"}, Caller("a", "a", models=["small"]))
+    with pytest.raises(ServingError, match="no small"):
+        await with_fallback(fleet, ("small=tiny",), HELLO | {"model": "small"}, Caller("a", "a", models=["tiny"]))

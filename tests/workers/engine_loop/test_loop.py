@@ -488,6 +488,28 @@ def test_a_failed_sequence_ends_once_even_if_its_last_token_completes_a_stop_str
     assert choice.finish.reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("code", "falls_back", "said", "returned"),
+    [
+        ("engine_error", True, False, True),
+        ("engine_error", True, True, False),
+        ("engine_error", False, False, False),
+        ("invalid_request", True, False, False),
+    ],
+)
+def test_a_sequence_that_failed_without_a_token_is_left_to_a_router_if_another_model_may_run_it(
+    code: str, falls_back: bool, said: bool, returned: bool
+) -> None:
+    choice, output = new_choice(), StepOutput()
+    choice.falls_back = falls_back
+    outputs = [Output(choice, 1)] if said else []
+    assert output.add(_Idle(), StepResult(outputs, [], [], [Failure(choice, code, "it broke")], 1), 0)  # type: ignore[arg-type]
+    assert output.ended == [choice]
+    assert (choice.lost_input == "failed engine_error it broke") is returned
+    assert (choice.finish is None) is returned
+    assert choice.dirty is not returned, "its reader hears nothing of it"
+
+
 def test_tokens_behind_a_stop_string_in_the_same_step_are_dropped() -> None:
     choice = new_choice(stream=_AlwaysStopped())
     output = StepOutput()

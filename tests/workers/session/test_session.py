@@ -12,18 +12,21 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import get_last
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.scheduling import CoreWaits
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import contents, done, fleet, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.requests import GenerateRequest, Sampling
+from penstock.schemas.jobs import failure_in
+from penstock.schemas.requests import Fallback, GenerateRequest, Sampling, fallen_back
 from penstock.schemas.subjects import Subjects
-from penstock.schemas.tokens import Finish
+from penstock.schemas.tokens import ANOTHER_MODEL, Finish
 from penstock.schemas.trace import Trace
 from penstock.workers.engine_loop import loop as engine_loop
 from penstock.workers.engine_loop.step_output import SequenceState
+from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.mock.executor import MockVocabulary
 from penstock.workers.runners import token_runner
 from penstock.workers.session import requests as module
@@ -121,6 +124,52 @@ async def test_a_job_whose_content_was_sent_ahead_runs_without_asking_for_it(
         assert (await log.end(each)).code == ""
         assert log.streamed(each) == answer(each)
     assert not worker.session.contents.sent
+
+
+@pytest.mark.parametrize("no_store", [False, True])
+async def test_a_fallback_says_which_one_it_is_before_its_first_token_and_in_its_record(
+    log: LogClient, worker: WorkerHarness, no_store: bool
+) -> None:
+    bus, other = log.bus, request([9, 8, 7], no_store=no_store)
+    asked = request(
+        model="big", no_store=no_store, fallbacks=(Fallback("absent", b""), Fallback("m", wire.encode(other)))
+    )
+    if no_store:
+        await bus.js.publish(bus.subjects.contents(asked.gateway, asked.id, contents.REQUEST), wire.encode(asked))
+    placed = fallen_back(asked, 2, 3)
+    job = contents.without_content(placed, bytes(32)) if no_store else placed
+    await log.send_job(worker.id, job, attempt=3)
+    end = await log.end(asked)
+    items = [item for item in log.items if item.request == asked.id]
+    assert (items[0].choice, items[0].attempt, items[0].first) == (ANOTHER_MODEL, 3, 2)
+    assert log.streamed(asked) == answer(placed)
+    assert (end.model, end.code, done.fallback_of(end)) == ("m", "", 2)
+    entry = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done("default", "big", asked.id))
+    assert entry is not None, "under the model that was asked for"
+
+
+@pytest.mark.parametrize("code", [Code.engine_error, Code.invalid_request])
+async def test_what_fails_before_its_first_token_is_returned_if_another_model_may_run_it(
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, code: Code
+) -> None:
+    def refuse(_: Any) -> None:
+        raise RequestError(code, "it broke")
+
+    monkeypatch.setattr(worker.engine, "submit", refuse)
+    asked, other = request(fallbacks=(Fallback("small"),)), request()
+    for each in (asked, other):
+        await log.send_job(worker.id, each)
+    assert (await log.end(other)).code == code
+    if code is Code.invalid_request:
+        assert (await log.end(asked)).code == code, "the client's own error"
+        return
+    await eventually(lambda: log.returned)
+    (returned,) = log.returned
+    assert failure_in(f"returned: {returned.reason}") == (code, "it broke")
+    assert not log.ends(asked)
+    again = msgspec.structs.replace(asked, id="begun")
+    await log.send_job(worker.id, again, attempt=2, resume=(wire.pack_tokens([1]),))
+    assert (await log.end(again)).code == code, "its client has some of the answer"
 
 
 async def test_a_worker_whose_link_was_replaced_before_it_had_a_lease_publishes_its_output(

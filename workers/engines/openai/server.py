@@ -87,7 +87,7 @@ class ServerLost(Exception):
     """The server has failed, or is not there."""
 
 
-class ServerFailed(ServerLost):
+class ServerFault(ServerLost):
     """The server is there, and says that it has failed."""
 
 
@@ -170,7 +170,7 @@ def _raise(answer: httpx.Response, content: bytes) -> None:
         wait_s = _seconds_in(answer.headers.get("retry-after", ""))
         raise ServerBusy(min(wait_s, LONGEST_BUSY_S) if wait_s > 0 else BUSY_S)
     if answer.status_code >= 500:
-        raise ServerFailed(f"{answer.status_code}: {said}")
+        raise ServerFault(f"{answer.status_code}: {said}")
     raise CompletionRefused(answer.status_code, said)
 
 
@@ -296,7 +296,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 tries += 1
                 log.warning("server_connection_lost", error=repr(error), tokens=len(reader.said), tries=tries)
                 there = await self._is_there()
-                lost_to_others = sequence.call.falls_back and not reader.said and isinstance(error, ServerFailed)
+                lost_to_others = sequence.call.falls_back and not reader.said and isinstance(error, ServerFault)
                 fails_on_this = tries >= TRIES and (self._received > received or isinstance(error, AnswerAborted))
                 if there and (lost_to_others or fails_on_this):
                     self._fail(sequence, Code.engine_error, FAILS)

@@ -1,0 +1,172 @@
+"""A model that has no worker, or whose server fails: its requests run on another, with other tokens and templates."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import nats
+import pytest
+
+from penstock.infra.bus.connection import connect
+from penstock.infra.model.modeldir import DEMO, TINY
+from penstock.schemas.subjects import HEADER_ERROR
+from penstock.schemas.summary import of_done
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Oracle, Process, ending, parse_sse
+from tests.workers.engines.openai.test_server import Handler, Played
+
+COUNT = 6
+MESSAGES = [{"role": "user", "content": "Where is the harbour?"}]
+CHAT = {"model": "small", "messages": MESSAGES, "temperature": 0, "max_tokens": COUNT}
+TEXT = {"model": "small", "prompt": "The harbour is", "temperature": 0, "max_tokens": COUNT}
+ANSWERED_BY = "x-penstock-model"
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(DEMO)
+
+
+@pytest.fixture(scope="module")
+def deployment(new_deployment: NewDeployment) -> Deployment:
+    """Workers of demo, and none of small."""
+    made = new_deployment(
+        *("--workers", "0", "--model", "demo", "--model", "small=tiny"),
+        *("--fallback", "small=demo", "--fallback-after-s", "5"),
+    )
+    flags = ("--engine", "mock", "--mock-speedup", "0", "--model", str(DEMO), "--served-model-name", "demo")
+    made.also("worker", *flags).wait_for("worker_registered")
+    return made
+
+
+@pytest.fixture
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as made:
+        yield made
+
+
+async def said(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> httpx.Response:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+async def test_requests_of_a_model_without_workers_run_on_its_fallback_by_every_api(
+    http: httpx.AsyncClient, deployment: Deployment, oracle: Oracle
+) -> None:
+    wanted = oracle.answer(CHAT, COUNT).strip()
+    message = {"model": "small", "messages": MESSAGES, "temperature": 0, "max_tokens": COUNT}
+    response = {"model": "small", "input": MESSAGES[0]["content"], "temperature": 0, "max_output_tokens": COUNT}
+    nc = await nats.connect(deployment.state.client_nats_url)
+    try:
+        asks = (
+            said(http, "/v1/chat/completions", CHAT),
+            http.post("/v1/chat/completions", json=CHAT | {"stream": True}),
+            said(http, "/v1/completions", TEXT),
+            said(http, "/v1/messages", message),
+            said(http, "/v1/responses", response),
+            http.post("/v1/responses", json=response | {"stream": True}),
+            nc.request("ps.ask.small", json.dumps(CHAT).encode(), timeout=20),
+        )
+        chat, streamed, text, anthropic, whole, events, answer = await asyncio.gather(*asks)
+    finally:
+        await nc.close()
+    assert (chat.headers[ANSWERED_BY], chat.json()["model"]) == ("demo", "demo")
+    assert chat.json()["choices"][0]["message"]["content"] == wanted
+    assert chat.json()["usage"]["prompt_tokens"] == len(oracle.prompt(CHAT)), "with its own template"
+    chunks = [event.body for event in parse_sse(streamed.content)[:-1]]
+    assert {each["model"] for each in chunks} == {"demo"}
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in chunks).strip() == wanted
+    assert text.json()["choices"][0]["text"] == oracle.answer(TEXT, COUNT)
+    assert (anthropic.json()["model"], anthropic.json()["content"][0]["text"].strip()) == ("demo", wanted)
+    assert whole.json()["model"] == "demo"
+    assert whole.json()["output"][0]["content"][0]["text"].strip() == wanted
+    seen = [json.loads(line[6:]) for line in events.text.splitlines() if line.startswith("data: {")]
+    assert [each["type"] for each in seen].count("response.created") == 1
+    assert {each["response"]["model"] for each in seen if "response" in each} == {"demo"}
+    assert not (answer.headers or {}).get(HEADER_ERROR)
+    assert json.loads(answer.data)["model"] == "demo"
+    again = await http.get(f"/v1/requests/{chat.headers['x-request-id']}")
+    assert again.json()["result"]["model"] == "demo"
+    replayed = await http.get(f"/v1/requests/{chat.headers['x-request-id']}/stream")
+    assert {event.body["model"] for event in parse_sse(replayed.content)[:-1]} == {"demo"}
+    got = (await http.get(f"/v1/responses/{whole.json()['id']}")).json()
+    assert (got["model"], got["output"]) == ("demo", whole.json()["output"])
+    continued = await said(http, "/v1/responses", response | {"previous_response_id": whole.json()["id"]})
+    assert continued.json()["model"] == "demo"
+
+
+async def test_its_one_record_names_both_models_and_counts_for_the_one_that_answered(
+    http: httpx.AsyncClient, deployment: Deployment
+) -> None:
+    answer = await said(http, "/v1/chat/completions", CHAT)
+    request_id = answer.headers["x-request-id"]
+    bus = await connect(deployment.state.nats_url, role="operator", name="test", namespace="ps")
+    try:
+        timeline, record = await ending(bus, request_id)
+    finally:
+        await bus.close()
+    assert (record.model, record.code) == ("demo", "")
+    assert record.timings.made_with is not None
+    assert record.timings.made_with.fallback == 1
+    assert timeline.routed[-1].decision.reason.startswith("fallback: 'small' has no worker")
+    summary = of_done(record)
+    assert (summary.model, summary.asked, summary.prompt_tokens) == ("demo", "small", record.usage.prompt)
+
+
+class Failing(Played):
+    """A server of small that takes the probes of a worker, and fails as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = ["small"]
+        self.status = 200
+
+    def answer(self, handler: Handler, _: dict[str, Any]) -> None:
+        if self.status != 200:
+            handler.whole(self.status, {"error": {"message": "no"}}, retry_after="9")
+            return
+        handler.stream({"choices": [{"text": "", "token_ids": [20, 21]}]},
+                       {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Failing]:
+    import threading
+
+    made = Failing()
+    made.answers = [made.answer]
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def worker(deployment: Deployment, server: Failing) -> Process:
+    flags = ("--engine", "openai", "--url", server.url, "--model", str(TINY), "--served-model-name", "small")
+    made = deployment.also("worker", *flags)
+    made.wait_for("worker_registered")
+    return made
+
+
+@pytest.mark.usefixtures("worker")
+async def test_what_the_server_refuses_is_the_clients_own_error(http: httpx.AsyncClient, server: Failing) -> None:
+    server.status = 400
+    answer = await http.post("/v1/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize(("status", "model"), [(200, "small"), (500, "demo"), (401, "demo"), (429, "demo")])
+async def test_a_server_that_fails_or_is_busy_loses_the_request_to_the_fallback(
+    http: httpx.AsyncClient, server: Failing, status: int, model: str
+) -> None:
+    server.status = status
+    answer = await said(http, "/v1/chat/completions", CHAT)
+    assert answer.json()["model"] == model
+    assert answer.headers.get(ANSWERED_BY) == (None if model == "small" else model)
