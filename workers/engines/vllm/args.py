@@ -17,9 +17,9 @@ from penstock.workers.engines.external.arguments import event_publisher, refused
 GRAMMARS = "guidance"  # vLLM's name for llguidance
 CPU_BLOCK = 32  # tokens; vLLM's CPU attention kernel takes multiples of it
 
-# Connectors in the form of ``KVTransferConfig``.
+# Connectors in the form of ``KVTransferConfig``; NixlConnector's role is the worker's, see ``kv_role``.
 CONNECTORS: Mapping[str, Tree] = {
-    "nixl": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+    "nixl": {"kv_connector": "NixlConnector"},
     "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
     "kvbm": {
         "kv_connector": "DynamoConnector",
@@ -118,7 +118,7 @@ def transfer(connectors: Seq[str], role: str, lease_s: float = 30.0) -> Tree | N
         raise BadArguments(problems)
     if names == ["null"]:
         return None
-    trees = [_connector(name, lease_s) for name in names]
+    trees = [_connector(name, role, lease_s) for name in names]
     if len(trees) == 1:
         return trees[0] | {"kv_load_failure_policy": "recompute"}
     return {
@@ -129,11 +129,17 @@ def transfer(connectors: Seq[str], role: str, lease_s: float = 30.0) -> Tree | N
     }
 
 
-def _connector(name: str, lease_s: float) -> Tree:
+def _connector(name: str, role: str, lease_s: float) -> Tree:
     tree = dict(CONNECTORS[name])
     if name == "nixl":
+        tree["kv_role"] = kv_role(role)
         tree["kv_connector_extra_config"] = {"kv_lease_duration": max(1, round(lease_s))}
     return tree
+
+
+def kv_role(role: str) -> str:
+    """NixlConnector's role in a worker of this role."""
+    return "kv_producer" if role == "prefill" else "kv_consumer"
 
 
 def defaults(wanted: VllmSettings) -> Tree:
@@ -231,8 +237,10 @@ def _contradictions(tree: Tree, wanted: VllmSettings) -> list[str]:
     config = tree.get("kv_transfer_config")
     if worker.role in ("prefill", "decode") and not _moves(config):
         problems.append(f"kv_transfer_config: --role {worker.role} needs NixlConnector in it")
-    if isinstance(config, Mapping) and config.get("kv_connector") and config.get("kv_role") not in ("kv_both", None):
-        problems.append("kv_transfer_config.kv_role: must be kv_both; --role sets what the worker does")
+    if isinstance(config, Mapping) and config.get("kv_connector"):
+        must = kv_role(worker.role) if config["kv_connector"] in _P2P_CONNECTORS else "kv_both"
+        if config.get("kv_role") not in (must, None):
+            problems.append(f"kv_transfer_config.kv_role: must be {must}; --role sets what the worker does")
     grammars = tree.get("structured_outputs_config") or {}
     if wanted.constraints and grammars.get("backend") != GRAMMARS:
         problems.append(f"structured_outputs_config.backend: must be {GRAMMARS}, which takes the worker's grammars")

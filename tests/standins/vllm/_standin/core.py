@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -400,8 +401,15 @@ def shelf(engine: str, request: str) -> Path | None:
 def _puller(config: Any) -> dict[str, Any] | None:
     """The extra configuration of the connector that fetches, if there is one."""
     if config.kv_connector in PULLS:
+        _check_role(config.kv_role)
         return dict(config.kv_connector_extra_config)
     for each in config.kv_connector_extra_config.get("connectors", []):
         if each.get("kv_connector") in PULLS:
+            _check_role(each["kv_role"])
             return dict(each.get("kv_connector_extra_config") or {})
     return None
+
+
+def _check_role(role: str) -> None:
+    if role == "kv_both":  # the real one says so in its log
+        warnings.warn("Using kv_role='kv_both' with NixlConnector is deprecated", DeprecationWarning, stacklevel=1)

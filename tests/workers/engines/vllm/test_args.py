@@ -33,7 +33,7 @@ from tests import standins
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
 NIXL = {
     "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
+    "kv_role": "kv_consumer",
     "kv_connector_extra_config": {"kv_lease_duration": 30},
 }
 LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
@@ -68,7 +68,7 @@ def refusal(given: dict[str, Any] | None = None, **changes: Any) -> str:
     [
         ((), "aggregated", None),
         (("null",), "aggregated", None),
-        ((), "prefill", NIXL | {"kv_load_failure_policy": "recompute"}),
+        ((), "prefill", NIXL | {"kv_role": "kv_producer", "kv_load_failure_policy": "recompute"}),
         (("nixl",), "aggregated", NIXL | {"kv_load_failure_policy": "recompute"}),
         (("lmcache",), "aggregated", LMCACHE | {"kv_load_failure_policy": "recompute"}),
         (("kvbm",), "aggregated", KVBM | {"kv_load_failure_policy": "recompute"}),
@@ -169,7 +169,9 @@ def test_multimodal_arguments_exclude_each_other(pair: tuple[str, str]) -> None:
         ({"max_model_len": 32}, {}, "--max-model-len"),
         ({"enable_chunked_prefill": False}, {}, "refuses prompts"),
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, {"role": "prefill"}, "needs NixlConnector"),
-        ({"kv_transfer_config": {"kv_role": "kv_producer"}}, {"role": "prefill"}, "must be kv_both"),
+        ({"kv_transfer_config": {"kv_role": "kv_producer"}}, {"role": "decode"}, "must be kv_consumer"),
+        ({"kv_transfer_config": {"kv_role": "kv_both"}}, {"role": "prefill"}, "must be kv_producer"),
+        ({"kv_transfer_config": {"kv_role": "kv_producer"}}, {"connector": ("lmcache",)}, "must be kv_both"),
         ({"enable_prefix_caching": False}, {}, "need prefix caching"),
         ({}, {"kv_blocks": 255}, "one sequence may have 4096; raise --kv-blocks"),
         ({}, {"cpu_bytes": 1 << 30, "block_size": 48}, "multiples of 32"),
