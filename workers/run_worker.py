@@ -123,7 +123,7 @@ def check_settings(settings: WorkerSettings) -> None:
         raise ValueError("--speculative-model applies to the native engine; others take it from --extra-engine-args")
     if settings.role == "encode" and not support.encode:
         raise ValueError(
-            f"--engine {settings.engine} takes text only; --role encode runs on {', '.join(able('encode'))}"
+            f"--engine {settings.engine} has no encode workers; --role encode runs on {', '.join(able('encode'))}"
         )
     if settings.kv_events_from and settings.event_plane != "zmq":
         raise ValueError("--kv-events-from: other publishers are read over ZMQ; add --event-plane zmq")

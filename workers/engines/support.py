@@ -82,6 +82,7 @@ class Support(Struct, frozen=True, kw_only=True):
     """Support of one engine. Each field is "" (no), "yes", or says how or within which limits."""
 
     prefill_decode: str
+    images: str
     encode: str
     kv_events: str
     resumed_draws: str
@@ -101,7 +102,8 @@ class Support(Struct, frozen=True, kw_only=True):
 # Field -> its title in the matrix.
 FEATURES: Mapping[str, str] = {
     "prefill_decode": "separate prefill and decode; KV moves by",
-    "encode": "images, encode workers",
+    "images": "images in prompts",
+    "encode": "encode workers",
     "kv_events": "KV events (prefix routing)",
     "resumed_draws": "a sampled output continues identically after a crash",
     "logprobs": "logprobs",
@@ -121,7 +123,8 @@ assert tuple(FEATURES) == tuple(field.name for field in fields(Support))
 SUPPORT: Mapping[str, Support] = {
     "native": Support(
         prefill_decode="blocks over NIXL",
-        encode="LLaVA-form models",
+        images="LLaVA-form and Qwen2-VL-form models",
+        encode="yes",
         kv_events="yes",
         resumed_draws="yes",
         logprobs="yes",
@@ -138,6 +141,7 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "mock": Support(
         prefill_decode="blocks over NIXL",
+        images="simulated",
         encode="simulated",
         kv_events="yes",
         resumed_draws="yes",
@@ -155,6 +159,7 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "trtllm": Support(
         prefill_decode="its cache transceiver (NIXL, UCX)",
+        images="LLaVA-form models",
         encode="its MultimodalEncoder",
         kv_events="yes",
         resumed_draws=NO,
@@ -172,6 +177,7 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "vllm": Support(
         prefill_decode="its NixlConnector",
+        images="aggregated",
         encode=NO,
         kv_events="over ZMQ",
         resumed_draws=NO,
@@ -189,6 +195,7 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "sglang": Support(
         prefill_decode="its disaggregation over NIXL",
+        images=NO,
         encode=NO,
         kv_events="over ZMQ",
         resumed_draws="with enable_deterministic_inference",
@@ -206,6 +213,7 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "openai": Support(
         prefill_decode=NO,
+        images=NO,
         encode=NO,
         kv_events=NO,
         resumed_draws=NO,

@@ -151,6 +151,8 @@ class TokenBackend:
         from penstock.workers.kv_transfer.transport_thread import open_transport
 
         pools = await asyncio.wrap_future(self._engine_loop.call(lambda engine: engine.memory()))
+        if no_kv and not pools:  # its engine embeds images itself
+            return None
         try:
             return await asyncio.to_thread(
                 open_transport, settings.transfer, name, pools, on_renewed=renewed, quarantine_s=settings.quarantine_s

@@ -105,9 +105,9 @@ def test_an_engine_without_pictures_is_refused_for_them() -> None:
             build_engine(WorkerSettings(engine=engine, role="diffusion", model="x"))  # type: ignore[arg-type]
 
 
-def test_vllm_s_adapter_takes_text_only_as_it_says() -> None:
+def test_vllm_has_no_encode_workers_as_it_says() -> None:
     args = pytest.importorskip("penstock.workers.engines.vllm.args")
     wanted = args.VllmSettings(WorkerSettings(engine="vllm", role="encode"), 32)
-    with pytest.raises(BadArguments, match="takes text only"):
+    with pytest.raises(BadArguments, match="embeds images where it answers"):
         args.resolve(wanted, {}, ())
     assert not SUPPORT["vllm"].encode

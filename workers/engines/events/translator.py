@@ -4,7 +4,7 @@ Pure. There is one ``EventTranslator`` per publisher (data-parallel rank). The f
 block belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as
 ``cache_salt`` of every block. vLLM may keep two copies of a block and reports each; here the block is removed with the
 first of them, so that a router knows of fewer blocks than there are, never of more. A block that cannot be named for
-certain (unknown parent, media, adapters, another block size) is left out.
+certain (unknown parent, another block size, media without a digest of ours) is left out.
 
 The blocks of one engine by its own hashes, and the KV events that announce them under our names.
 
@@ -193,6 +193,7 @@ log = structlog.get_logger("engine")
 
 TIERS = {None: 0, "GPU": 0, "CPU": 1, "STORAGE": 2}  # of vLLM
 TIERS |= {"CPU_PINNED": 1, "DISK": 2, "EXTERNAL": 2}  # of SGLang
+_MEDIUM = 64  # characters of a digest
 _ALL = float("inf")  # window of layers with full attention
 
 
@@ -298,7 +299,7 @@ class EventTranslator:
             extras = [(salt,), *extras[1:]]
         if adapter is not None:  # which the root of the names has in it; it comes as the salt of the first block
             extras = [tuple(each for each in extra or () if each != adapter) for extra in extras]
-            if parent is None and not extras[0]:
+            if parent is None and not any(isinstance(each, str) for each in extras[0]):
                 self.counts.unnamed += len(hashes)
                 return
         for at, (value, extra) in enumerate(zip(hashes, extras, strict=True)):
@@ -311,11 +312,14 @@ class EventTranslator:
 
     def _name(self, parent: Block | None, tokens: list[int], extra: Any) -> bytes | None:
         above = self._root if parent is None else parent.digest
-        if extra:
-            if parent is not None or len(extra) != 1 or not isinstance(extra[0], str):
-                return None
-            above = bytes.fromhex(extra[0])
-        return block_hashes.extend(above, array("I", tokens).tobytes())
+        salts = [each for each in extra or () if isinstance(each, str)]
+        media = [each for each in extra or () if not isinstance(each, str)]
+        if len(salts) > (parent is None) or not all(_is_medium(each) for each in media):
+            return None
+        if salts:
+            above = bytes.fromhex(salts[0])
+        within = b"".join(bytes.fromhex(each[0]) for each in media)
+        return block_hashes.extend(above, array("I", tokens).tobytes(), within)
 
     def _removed(self, event: Mapping[str, Any]) -> None:
         tier = TIERS[event.get("medium")]
@@ -325,6 +329,11 @@ class EventTranslator:
                 self._partial.discard(key)
             else:
                 self.counts.removed += self._tree.remove(key, tier)
+
+
+def _is_medium(key: Any) -> bool:
+    """Whether it is (digest of a medium in hexadecimal, where it begins in the block)."""
+    return isinstance(key, list | tuple) and len(key) == 2 and isinstance(key[0], str) and len(key[0]) == _MEDIUM
 
 
 def _key(value: Any) -> bytes | int:

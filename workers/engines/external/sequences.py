@@ -12,7 +12,7 @@ import structlog
 
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.engine_protocol import Scored, SequenceRequest
+from penstock.workers.engines.engine_protocol import MediaSpan, Scored, SequenceRequest
 from penstock.workers.engines.external.runtime import EngineFailed, EngineRuntime
 
 MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
@@ -62,6 +62,16 @@ def _score(entry: Mapping[int, Any], token: int, top: int) -> Logprob:
     best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
     own = entry.get(token)
     return Logprob(MISSING, tuple(best)) if own is None else Logprob(float(own.logprob), tuple(best), own.rank or 0)
+
+
+def collapse(tokens: Seq[int], spans: Seq[MediaSpan], placeholder: int) -> list[int]:
+    """The tokens with a single placeholder for each medium."""
+    out: list[int] = []
+    at = 0
+    for span in spans:
+        out += [*tokens[at : span.position], placeholder]
+        at = span.position + span.tokens
+    return [*out, *tokens[at:]]
 
 
 log = structlog.get_logger("engine")

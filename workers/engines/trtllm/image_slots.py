@@ -17,6 +17,7 @@ from penstock.infra.model.modeldir import Vision
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import MediaSpan, RequestError
+from penstock.workers.engines.external.sequences import collapse
 from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 
@@ -110,16 +111,6 @@ def inputs(
             "the request again",
         )
     return {"prompt": text, "multi_modal_data": {"image": images}, "mm_processor_kwargs": {}}
-
-
-def collapse(tokens: Seq[int], spans: Seq[MediaSpan], placeholder: int) -> list[int]:
-    """The tokens with a single placeholder for each medium."""
-    out: list[int] = []
-    at = 0
-    for span in spans:
-        out += [*tokens[at : span.position], placeholder]
-        at = span.position + span.tokens
-    return [*out, *tokens[at:]]
 
 
 def dtype_of(name: str, config: dict[str, Any]) -> torch.dtype:

@@ -16,7 +16,8 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.adapter import AdapterError, AdapterFolder
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, VisionEngine
+from penstock.workers.engines.core.embeddings import EmbeddingPool
+from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest
 from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineLoras, unreadable
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
@@ -97,7 +98,7 @@ def loras(runtime: EngineRuntime[VllmApi], settings: WorkerSettings) -> EngineLo
 class VllmAdapter:
     """Implements ``penstock.workers.engines.external.engine.Adapter``.
 
-    KV moves through vLLM's own NIXL connector: ``memory`` is empty, handoffs are ``opaque``.
+    KV moves through vLLM's own NIXL connector: ``memory`` is empty, handoffs are ``opaque``. vLLM embeds images itself.
 
     Args:
         runtime: its resources are the subscribers, then the engine, then its loop.
@@ -105,7 +106,6 @@ class VllmAdapter:
 
     title = "vLLM"
     linger_s = 0.1  # KV events come over another channel than the outputs
-    vision: VisionEngine | None = None
 
     def __init__(
         self,
@@ -117,7 +117,8 @@ class VllmAdapter:
         self._info = info
         self._options = options
         self._scheduler = scheduler
-        self._follower = VllmFollower(runtime, options.layout)
+        self.vision = None if options.images is None else EmbeddingPool(options.images)
+        self._follower = VllmFollower(runtime, options)
         self._streams = EventStreams(info.dp_size, info.block_size, options.root)
         self._consumed = ConsumedStates()
         loop = runtime.loop
@@ -125,6 +126,8 @@ class VllmAdapter:
 
     def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[VllmCall]:
         check(request, self._info, self._options)
+        if request.media and self.vision is not None:
+            self.vision.check(request.media, len(request.prompt), adopted=False)
 
         def without_handoff() -> Any:
             return prepare(msgspec.structs.replace(request, opaque=b""), self._info, self._options, self._consumed)

@@ -71,6 +71,7 @@ class VllmSettings(NamedTuple):
         replay: endpoint of their replays.
         cpu_bytes: size of the KV cache if vLLM computes on CPUs; 0: on an accelerator.
         constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
+        images: it embeds images of prompts, for which it reads the model's tokenizer, too.
         leader_port: where the ranks of several machines meet at the first one.
         transfer_id: name of the engine for others that fetch its KV, equal on all nodes; empty: vLLM's choice.
     """
@@ -81,6 +82,7 @@ class VllmSettings(NamedTuple):
     replay: str = ""
     cpu_bytes: int = 0
     constraints: bool = False
+    images: bool = False
     leader_port: int = 0
     transfer_id: str = ""
 
@@ -146,7 +148,7 @@ def defaults(wanted: VllmSettings) -> Tree:
     """Our default arguments."""
     worker = wanted.worker
     tree: Tree = {
-        "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
+        "skip_tokenizer_init": not (wanted.constraints or wanted.images),  # it sees token ids only; these need texts
         "block_size": worker.block_size,
         "max_num_seqs": worker.max_running,
         "max_num_batched_tokens": worker.max_batched_tokens,
@@ -201,14 +203,14 @@ def resolve(wanted: VllmSettings, given: Mapping[str, Any], known: Collection[st
         BadArguments: one line per problem, each with its fix.
     """
     if wanted.worker.role == "encode":
-        raise BadArguments(["--role encode: the vLLM adapter takes text only; use --engine native or trtllm"])
+        raise BadArguments(["--role encode: vLLM embeds images where it answers; use --engine native or trtllm"])
     problems = refused(given, RESERVED, known)
     on = [key for key in MULTIMODAL if given.get(key)]
     problems += [
         f"{first} and {second}: they exclude each other; remove one" for first, second in itertools.combinations(on, 2)
     ]
     if "mm_encoder_only" in on:
-        problems.append("mm_encoder_only: the vLLM adapter takes text only; use --role encode of another engine")
+        problems.append("mm_encoder_only: vLLM embeds images where it answers; use --role encode of another engine")
     if problems:
         raise BadArguments(problems)
     tree = merge(defaults(wanted), given)

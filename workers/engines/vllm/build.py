@@ -44,6 +44,7 @@ from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, layout, resolve
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
 from penstock.workers.engines.vllm.follower import VllmCall
+from penstock.workers.engines.vllm.images import ImageStore
 
 log = structlog.get_logger("engine")
 
@@ -105,6 +106,9 @@ def from_settings(
         if grammars is not None:
             info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
         options = VllmOptions(block_hashes.root(model.revision), info.handoff_layout)
+        if model.vision is not None and takes_images(settings, model):
+            store = ImageStore(model.vision, settings.embed_slots)
+            options = options._replace(images=store, placeholder=model.vision.image_token_id)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = VllmAdapter(info, runtime, options, scheduler)
@@ -124,7 +128,7 @@ def arguments(
     user_args = given_arguments(settings)
     ranks = user_args.get("data_parallel_size") or 1
     wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks)
-    wanted = wanted._replace(constraints=constraints)
+    wanted = wanted._replace(constraints=constraints, images=takes_images(settings, model))
     variables = on_device(settings, api.cpu)
     if wanted.max_model_len > model.max_model_len:  # as far as the model's RoPE scaling goes
         variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
@@ -136,6 +140,11 @@ def arguments(
             raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
         variables |= side_channel(settings.nats_url, resolved.ranks)
     return resolved, variables | (plugin.variables(os.environ) if constraints else {})
+
+
+def takes_images(settings: WorkerSettings, model: modeldir.ModelDir) -> bool:
+    """Whether prompts may have images. A decode engine would need them, too, beside the KV that it fetches."""
+    return model.vision is not None and settings.role == "aggregated"
 
 
 def info_of(

@@ -22,6 +22,8 @@ from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import bias, check_sampling, greedy, seed_of, shape, stop_ids
+from penstock.workers.engines.external.sequences import collapse
+from penstock.workers.engines.vllm.images import ImageStore
 from penstock.workers.engines.vllm.plugin import EARLIER
 
 
@@ -120,11 +122,15 @@ class VllmOptions(NamedTuple):
         root: parent of the first block's name for prompts without tenant or adapter; other roots become a cache salt.
         layout: fingerprint that engines share to hand KV to each other; empty: this one cannot.
         max_logprobs: most alternatives per token.
+        images: of prompts; None: it takes text only.
+        placeholder: token id that stands for an image.
     """
 
     root: bytes
     layout: str = ""
     max_logprobs: int = 20
+    images: ImageStore | None = None
+    placeholder: int = -1
 
 
 class VllmInputs(NamedTuple):
@@ -136,6 +142,8 @@ class VllmInputs(NamedTuple):
         adopted: the prompt's KV is fetched from another engine.
         computed: the tokens of its prompt, if it is pinned for a handoff.
         rank: data-parallel rank, if there are several.
+        images: files, for the placeholders in the prompt.
+        whole: the prompt's tokens as vLLM has to write it, if there are images.
     """
 
     prompt: dict[str, Any]
@@ -144,6 +152,8 @@ class VllmInputs(NamedTuple):
     adopted: bool = False
     computed: tuple[int, ...] = ()
     rank: int | None = None
+    images: tuple[bytes, ...] = ()
+    whole: tuple[int, ...] = ()
 
 
 def check(request: SequenceRequest, info: EngineInfo, options: VllmOptions) -> None:
@@ -156,7 +166,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: VllmOptions) -> N
         raise RequestError(Code.invalid_request, f"logprobs and prompt_logprobs are at most {options.max_logprobs}")
     if request.sampling.logits_processors:
         raise RequestError(Code.unsupported, "this worker's engine (vLLM) runs no logits processors")
-    if request.media:
+    if request.media and options.images is None:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
     if request.pin and not options.layout:
         raise RequestError(Code.unsupported, "this worker does not hand off KV; start it with --role prefill")
@@ -200,10 +210,24 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
     if extra:
         parameters["extra_args"] = extra
     prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}
+    images: tuple[bytes, ...] = ()
+    if request.media and options.images is not None:
+        images = tuple(options.images.get(span) for span in request.media)
+        prompt["prompt_token_ids"] = collapse(computed, request.media, options.placeholder)
+        prompt["multi_modal_uuids"] = {"image": [span.digest.hex() for span in request.media]}  # as blocks are named
     if request.root and request.root != options.root:
         prompt["cache_salt"] = request.root.hex()
     rank = request.rank % info.dp_size if info.dp_size > 1 else None
-    return VllmInputs(prompt, parameters, last_tokens, params is not None, computed if request.pin else (), rank)
+    return VllmInputs(
+        prompt,
+        parameters,
+        last_tokens,
+        params is not None,
+        computed if request.pin else (),
+        rank,
+        images,
+        computed if images else (),
+    )
 
 
 def _take_over(

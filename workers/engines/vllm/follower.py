@@ -29,7 +29,7 @@ from penstock.workers.engines.external.sequences import (
 )
 from penstock.workers.engines.vllm import engine_inputs
 from penstock.workers.engines.vllm.api import VllmApi
-from penstock.workers.engines.vllm.engine_inputs import VllmInputs
+from penstock.workers.engines.vllm.engine_inputs import VllmInputs, VllmOptions
 
 
 class Diverged(Exception):
@@ -107,6 +107,10 @@ class VllmOutputCursor:
 log = structlog.get_logger("engine")
 
 HEALTH_S = 1.0
+OTHER_TOKENS = (
+    "vLLM's image processor made other tokens of an image than the gateway counted; serve this model's images with the "
+    "native engine"
+)
 
 
 class VllmCall(NamedTuple):
@@ -127,9 +131,10 @@ class VllmCall(NamedTuple):
 class VllmFollower(Follower[VllmApi, VllmCall]):
     """Follows one ``AsyncLLM``."""
 
-    def __init__(self, runtime: EngineRuntime[VllmApi], layout: str) -> None:
+    def __init__(self, runtime: EngineRuntime[VllmApi], options: VllmOptions) -> None:
         super().__init__(runtime)
-        self._layout = layout
+        self._layout = options.layout
+        self._images = options.images
         self._numbers = itertools.count()
 
     def launch(self, sequence: ActiveSequence[VllmCall]) -> None:
@@ -156,8 +161,12 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         params = self._api.sampling_params(prepared.sampling)
         cursor = VllmOutputCursor(known=prepared.known, top=sequence.call.logprobs, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"
+        prompt = prepared.prompt
+        if prepared.images and (store := self._images) is not None:
+            pictures = await asyncio.to_thread(lambda: [store.decode(raw) for raw in prepared.images])
+            prompt = prompt | {"multi_modal_data": {"image": pictures}}
         stream = self._llm.generate(
-            prepared.prompt,
+            prompt,
             params,
             name,
             lora_request=sequence.call.adapter,
@@ -176,6 +185,11 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         self, sequence: ActiveSequence[VllmCall], prepared: VllmInputs, cursor: VllmOutputCursor, output: Any
     ) -> None:
         if sequence.cancelled:
+            return
+        if prepared.whole and not sequence.responded and tuple(output.prompt_token_ids or ()) != prepared.whole:
+            self._fail(sequence, Code.engine_error, OTHER_TOKENS)
+            sequence.cancelled = True
+            self.abort(sequence)
             return
         piece = output.outputs[0]
         new, failure = cursor.take(piece.token_ids, piece.logprobs, piece.finish_reason, piece.stop_reason)

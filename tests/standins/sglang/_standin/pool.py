@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm._standin.blocks import Block
+from vllm._standin.blocks import Block, Media
 from vllm._standin.blocks import Pool as _Pool
 
 
@@ -30,6 +30,7 @@ class Pool(_Pool):
         start: int,
         salt: str | None,
         lora: tuple[str, int] | None = None,
+        media: Media | None = None,
     ) -> None:
         if not self.caching or start >= len(blocks):
             return

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from tensorrt_llm._standin.cache import PRIORITY, Block, Cache, Events, Key
-from tensorrt_llm._standin.model import Model, lora_logits
+from tensorrt_llm._standin.model import Model, cut, lora_logits
 from tensorrt_llm._standin.sampling import pick, shaped
 from tensorrt_llm._standin.transfer import Offer, TransferError, fetch, offer
 from tensorrt_llm._standin.variant import LATER, QUIRKS
@@ -532,7 +532,7 @@ class Engine:
             count = max(1, (start + count) // self._size * self._size - start)
         end = start + count
         every = bool(job.params.prompt_logprobs or job.params.return_context_logits)
-        embeds = [_cut(position, values, start, end) for position, values in job.embeds]
+        embeds = [cut(position, values, start, end) for position, values in job.embeds]
         shown = [(row, values) for row, values in embeds if len(values)]
         logits = self._model.forward(job.prompt[start:end], run.kv, shown, every)
         run.computed = end
@@ -903,11 +903,6 @@ def _key(run: Run, start: int, end: int) -> Key:
         if position < end and position + count > start
     )
     return tuple(run.tokens[start:end]), media
-
-
-def _cut(position: int, values: Tensor, start: int, end: int) -> tuple[int, Tensor]:
-    low, high = max(position, start), min(position + len(values), end)
-    return low - start, values[low - position : max(low, high) - position]
 
 
 def _logprobs(row: Tensor, token: int, wanted: int) -> dict[int, Logprob]:

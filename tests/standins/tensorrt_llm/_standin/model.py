@@ -161,3 +161,9 @@ def lora_logits(folder: Path, vocab: int) -> Tensor:
     json.loads((folder / "adapter_config.json").read_text())
     seed = zlib.crc32((folder / "adapter_model.safetensors").read_bytes())
     return 3 * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def cut(position: int, values: Tensor, start: int, end: int) -> tuple[int, Tensor]:
+    """Embeddings from a position on, as far as they are of the tokens ``start`` .. ``end``, with their row there."""
+    low, high = max(position, start), min(position + len(values), end)
+    return low - start, values[low - position : max(low, high) - position]

@@ -22,16 +22,22 @@ class Block:
         self.kv: Kv = None
 
 
-def keys(salt: str | None, lora: str | None, start: int) -> tuple[str, ...] | None:
-    """What a block's hash has besides its tokens: the adapter's name, and in the first block the salt."""
-    return tuple(each for each in (lora, salt if start == 0 else None) if each) or None
+Media = list[tuple[int, int, str]]  # position, tokens, identifier of each
 
 
-def chain(tokens: list[int], size: int, salt: str | None, lora: str | None = None) -> list[bytes]:
+def keys(salt: str | None, lora: str | None, start: int, size: int, media: Media) -> tuple[Any, ...] | None:
+    """What a block's hash has besides its tokens: the adapter's name, the media in it, and in the first the salt."""
+    within = [(name, at - start) for at, count, name in media if at < start + size and at + count > start]
+    return tuple(each for each in (lora, *within, salt if start == 0 else None) if each) or None
+
+
+def chain(
+    tokens: list[int], size: int, salt: str | None, lora: str | None = None, media: Media | None = None
+) -> list[bytes]:
     """Hashes of the full blocks."""
     found: list[bytes] = []
     for start in range(0, len(tokens) - size + 1, size):
-        extra = keys(salt, lora, start)
+        extra = keys(salt, lora, start, size, media or [])
         text = repr((found[-1] if found else b"", tokens[start : start + size], extra))
         found.append(sha256(text.encode()).digest())
     return found
@@ -104,6 +110,7 @@ class Pool:
         start: int,
         salt: str | None,
         lora: tuple[str, int] | None = None,
+        media: Media | None = None,
     ) -> None:
         """Full blocks ``start`` .. of a sequence can be found from now on; also where others have the same content."""
         if not self.caching or start >= len(blocks):
@@ -113,7 +120,9 @@ class Pool:
             block.hash = value
             self._by_hash.setdefault(value, {})[block.number] = block
         name = lora[0] if lora else None
-        extras: list[Any] = [keys(salt, name, at) for at in range(start, len(blocks))]
+        extras: list[Any] = [
+            keys(salt, name, at * self.size, self.size, media or []) for at in range(start, len(blocks))
+        ]
         self.events.append(
             BlockStored(
                 block_hashes=[external(value) for value in hashes[start : len(blocks)]],  # type: ignore[misc]

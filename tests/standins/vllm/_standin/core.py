@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tensorrt_llm._standin.model import Model
+from tensorrt_llm._standin.model import Model, cut
 from tensorrt_llm._standin.sampling import NEVER, pick, shaped
 from torch import Tensor
 from vllm._standin.blocks import Block, Pool, chain
@@ -46,6 +46,8 @@ class Request:
     transfer: dict[str, Any] | None
     generator: torch.Generator | None
     lora: tuple[str, int] | None = None  # name and number
+    media: list[tuple[int, int, str]] = field(default_factory=list)  # position, tokens, identifier
+    embeds: list[tuple[int, Tensor]] = field(default_factory=list)  # by position
     generated: list[int] = field(default_factory=list)
     kv: Any = None
     blocks: list[Block] = field(default_factory=list)
@@ -172,7 +174,7 @@ class Core:
         """Look for what is cached or offered; False: there is no room."""
         tokens = request.tokens
         most = 0 if request.params.skip_reading_prefix_cache else (len(tokens) - 1) // self.size
-        found = self.pool.find(chain(tokens, self.size, request.salt, request.lora and request.lora[0]), most)
+        found = self.pool.find(self._hashes(request), most)
         asked = request.transfer is not None and bool(request.transfer.get("do_remote_prefill"))
         self.pool.touch(found)
         request.blocks, request.named = list(found), len(found)
@@ -257,7 +259,9 @@ class Core:
         tokens = request.tokens
         start, end = request.computed, request.computed + count
         every = request.params.prompt_logprobs is not None
-        rows = self.model.forward(tokens[start:end], request.kv, [], every=every)
+        shown = [cut(position, values, start, end) for position, values in request.embeds]
+        shown = [(row, values) for row, values in shown if len(values)]
+        rows = self.model.forward(tokens[start:end], request.kv, shown, every=every)
         logits = rows[-1]
         if request.lora is not None:
             logits = logits + self.loras[request.lora[1]]
@@ -282,6 +286,10 @@ class Core:
             self._end(request, keep=piece.params is not None)
         return piece
 
+    def _hashes(self, request: Request) -> list[bytes]:
+        lora = request.lora and request.lora[0]
+        return chain(request.tokens, self.size, request.salt, lora or None, request.media)
+
     def _name(self, request: Request) -> None:
         """Full blocks whose KV is there can be found from now on."""
         full = request.computed // self.size
@@ -289,8 +297,10 @@ class Core:
             request.blocks[at].kv = self.model.piece(request.kv, at * self.size, (at + 1) * self.size)
         if full > request.named:
             tokens = request.tokens
-            hashes = chain(tokens, self.size, request.salt, request.lora and request.lora[0])
-            self.pool.cache(request.blocks[:full], hashes, tokens, request.named, request.salt, request.lora)
+            hashes = self._hashes(request)
+            self.pool.cache(
+                request.blocks[:full], hashes, tokens, request.named, request.salt, request.lora, request.media
+            )
             request.named = full
 
     def _draw(self, request: Request, logits: Tensor) -> tuple[int, dict[int, Logprob] | None]:

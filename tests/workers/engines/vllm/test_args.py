@@ -163,8 +163,8 @@ def test_multimodal_arguments_exclude_each_other(pair: tuple[str, str]) -> None:
     [
         ({"gpu_memory_utilisation": 1}, {}, "did you mean gpu_memory_utilization"),
         ({"model": "x"}, {}, "use --model"),
-        ({"mm_encoder_only": True}, {}, "takes text only"),
-        ({}, {"role": "encode"}, "takes text only"),
+        ({"mm_encoder_only": True}, {}, "embeds images where it answers"),
+        ({}, {"role": "encode"}, "embeds images where it answers"),
         ({"block_size": 32}, {}, "--block-size"),
         ({"max_model_len": 32}, {}, "--max-model-len"),
         ({"enable_chunked_prefill": False}, {}, "refuses prompts"),

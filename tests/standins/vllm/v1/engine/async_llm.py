@@ -28,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 PROMPT = frozenset(["prompt_token_ids", "prompt", "cache_salt", "token_type_ids", "prompt_token_offsets"])
+PROMPT |= {"multi_modal_data", "multi_modal_uuids"}
 
 
 class Collector:
@@ -272,6 +273,7 @@ class AsyncLLM:
             raise TypeError("prompt_token_ids must be a list of int")
         if not tokens:
             raise VLLMValidationError("The decoder prompt cannot be empty")
+        tokens, embeds, media = self._with_images(tokens, prompt)
         if max(tokens) >= core.model.vocab or min(tokens) < 0:
             raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
         if len(tokens) >= self.model_config.max_model_len:
@@ -314,12 +316,42 @@ class AsyncLLM:
             raise VLLMValidationError(f"Got lora_request {lora} but LoRA is not enabled!")
         assert lora is None or lora.lora_int_id in core.loras, "it would read the folder, which may have changed"
         named = None if lora is None else (lora.lora_name, lora.lora_int_id)
-        request = Request(request_id, list(tokens), params, salt, own, generator, named)
+        request = Request(request_id, list(tokens), params, salt, own, generator, named, media, embeds)
         core.grammars.grammar_init(request)
         core.add(request)
         collector = self._collectors[request_id] = Collector(params.output_kind)
         self._work.set()
         return collector
+
+    def _with_images(
+        self, tokens: list[int], prompt: Mapping[str, Any]
+    ) -> tuple[list[int], list[tuple[int, torch.Tensor]], list[tuple[int, int, str]]]:
+        """The prompt with as many placeholders as its images have embeddings; these, and what blocks are named by."""
+        images = (prompt.get("multi_modal_data") or {}).get("image", [])
+        names = (prompt.get("multi_modal_uuids") or {}).get("image", [])
+        if not images:
+            return tokens, [], []
+        model = self.core.model
+        if not model.sees:
+            raise VLLMValidationError("At most 0 image(s) may be provided in one prompt.")
+        if self.model_config.skip_tokenizer_init:
+            raise VLLMValidationError("You cannot pass images when `skip_tokenizer_init=True`")
+        if tokens.count(model.image_token) != len(images):
+            raise VLLMValidationError(f"Failed to apply prompt replacement for mm_items['image'][{len(images)}]")
+        assert len(names) == len(images)
+        assert all(image.mode == "RGB" for image in images)
+        out: list[int] = []
+        embeds: list[tuple[int, torch.Tensor]] = []
+        media = []
+        for token in tokens:
+            if token != model.image_token:
+                out.append(token)
+                continue
+            (rows,) = model.embed([images[len(embeds)]])
+            media.append((len(out), len(rows), names[len(embeds)]))
+            embeds.append((len(out), rows))
+            out += [token] * len(rows)
+        return out, embeds, media
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
