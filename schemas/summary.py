@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.schemas.done import DONE_TYPE, Done, MadeWith, Outcome, Timings, Usage, request_of
 from penstock.schemas.jobs import EarlierWorker
-from penstock.schemas.requests import ADAPTER, GenerateRequest, Priority, Sampling
+from penstock.schemas.requests import ADAPTER, FALLBACK, GenerateRequest, Priority, Sampling
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
 from penstock.schemas.tokens import FAILURES, File
 from penstock.schemas.wire import decoder
@@ -137,8 +137,10 @@ def settings_text(sampling: Sampling | None) -> str:
     shown = dict(settings(sampling))
     if sampling is not None and sampling.logit_bias:
         shown["logit_bias"] = f"of {len(sampling.logit_bias)} tokens"
-    if sampling is not None and (named := [each.name for each in sampling.logits_processors if each.name != ADAPTER]):
-        shown["logits_processors"] = " ".join(named)
+    if sampling is not None:
+        named = [each.name for each in sampling.logits_processors if each.name not in (ADAPTER, FALLBACK)]
+        if named:
+            shown["logits_processors"] = " ".join(named)
     return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 

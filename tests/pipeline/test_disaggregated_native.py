@@ -20,6 +20,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model import modeldir
 from penstock.log_tools.requests.leases import leases
 from penstock.schemas.jobs import Stage
+from penstock.schemas.requests import FALLBACK
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS
 from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
@@ -353,5 +354,5 @@ async def test_a_worker_with_more_gets_the_requests_for_it_and_can_force_a_text_
     _, plain = await ask(http, edited(worker="decode-0"))
     assert "933" in texts(plain)[0]
     processors_of = {each.name: each.logits_processors for each in (await registrations(apart_bus)).values()}
-    assert processors_of["own"] == ("allowed_tokens", "best", "forced_text", "temperature", *ALL_CONSTRAINTS)
-    assert processors_of["decode-0"] == ("allowed_tokens", "forced_text", "temperature", *ALL_CONSTRAINTS)
+    assert processors_of["own"] == ("allowed_tokens", "best", "forced_text", "temperature", *ALL_CONSTRAINTS, FALLBACK)
+    assert processors_of["decode-0"] == ("allowed_tokens", "forced_text", "temperature", *ALL_CONSTRAINTS, FALLBACK)

@@ -147,6 +147,7 @@ class Redactor:
             parsing=None if request.parsing is None else _replace(request.parsing, texts={}, functions=()),
             trace=None if trace is None else _replace(trace, state=""),
             constraint=None,
+            fallbacks=(),
         )
 
     def _stored(self, data: bytes) -> GenerateRequest | PackedRequest:

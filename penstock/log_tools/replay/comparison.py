@@ -366,5 +366,9 @@ def as_new(
         trace=None,
         form="",
         client_request_id=request.id,
+        fallbacks=(),
+        asked="",
+        fallback=0,
+        fell_back_at=0,
         **own,
     )

@@ -77,11 +77,15 @@ def show(inspection: Inspection, console: Console, *, now_ns: int) -> None:
     _show_content(inspection, console)
 
 
+def _model(request: RequestSummary) -> str:
+    return f"{request.model} in place of {request.asked}" if request.asked else request.model
+
+
 def _show_request(inspection: Inspection, console: Console, now_ns: int) -> None:
     request = inspection.request
     state = f"[{_STATES[request.state]}]{request.state}[/]"
     state += f" [red]{request.code}[/]" if request.code not in ("", request.state) else ""
-    about = [f"[bold]{request.id}[/]", state, f"model {escape(request.model)}", request.endpoint]
+    about = [f"[bold]{request.id}[/]", state, f"model {escape(_model(request))}", request.endpoint]
     about += [f"class {request.priority}", f"tenant {escape(request.tenant)}", f"via {escape(inspection.gateway)}"]
     about += [f"user {escape(request.user)}"] if request.user else []
     broken = not console.is_terminal  # by its reader, anywhere

@@ -37,7 +37,7 @@ from penstock.schemas.done import Done, request_of
 from penstock.schemas.jobs import Candidate, EarlierWorker
 from penstock.schemas.requests import GenerateRequest, cell_in
 from penstock.schemas.summary import QUEUED, RUNNING, UNKNOWN, RequestSummary, of_done, of_request
-from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST
+from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, WHOLE_REQUEST
 
 if TYPE_CHECKING:  # few inspections have some, and it loads slowly
     from penstock.log_tools.requests.neighbours import Neighbours
@@ -66,6 +66,8 @@ def token_lines(batches: Sequence[TokensStored]) -> list[TokenLine]:
         if each.choice == WHOLE_REQUEST and not each.count:
             end = f"ends all choices: {each.finish}" if each.finish else f"attempt {each.attempt - 1} ends here"
             lines.append(TokenLine(each.at_ns, each.attempt, each.worker, end))
+        elif each.choice == ANOTHER_MODEL:
+            lines.append(TokenLine(each.at_ns, each.attempt, each.worker, f"fallback {each.first} runs it"))
         elif each.attempt < newest:
             late.setdefault((each.attempt, each.worker), []).append(each)
         else:

@@ -10,7 +10,7 @@ from penstock.schemas import block_hashes, jobs, requests
 from penstock.schemas.done import Done, Outcome, recorded
 from penstock.schemas.jobs import Stage
 from penstock.schemas.kv import KvBatch, Stored
-from penstock.schemas.requests import PAIRS, Embedding, GenerateRequest, LogitsProcessor, Sampling, Stop
+from penstock.schemas.requests import PAIRS, Embedding, Fallback, GenerateRequest, LogitsProcessor, Sampling, Stop
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
 from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
@@ -95,6 +95,7 @@ def test_nothing_that_a_user_wrote_is_left() -> None:
         stop=Stop(max_tokens=3, strings=(SECRET,)),
         sampling=Sampling(logit_bias={3: 1.0}, logits_processors=(LogitsProcessor("json", SECRET.encode()),)),
         embedding=Embedding(1, texts=(SECRET,), prompt=PAIRS, queries=(SECRET,)),
+        fallbacks=(Fallback("small", encode(asked([1], user=SECRET))),),
     )
     done = Done(request.id, "tiny", 1, choices=(Outcome(b"", "stop", SECRET),), user=SECRET, submitted=encode(request))
     subject = Subjects("ps").done("secret-plan", "tiny", request.id)

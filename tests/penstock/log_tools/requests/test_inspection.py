@@ -26,7 +26,7 @@ from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of, wit
 from penstock.schemas.jobs import Stage
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import Subjects
-from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from penstock.schemas.tokens import ANOTHER_MODEL, WHOLE_REQUEST, Finish, TokenItem
 from penstock.schemas.wire import encode, pack_tokens
 from tests.penstock.log_tools.requests.support import accept, assign, end, stream
 from tests.penstock.log_tools.traces import samples
@@ -82,6 +82,12 @@ def test_what_a_fence_made_void_is_named_as_such() -> None:
     fence = TokensStored(2 * S, 2, "router-1", WHOLE_REQUEST, 0, 0)
     lines = [line.text for line in token_lines([batch(S, 0, 3), fence, batch(3 * S, 3, 4)])]
     assert lines == ["choice 0: 3 tokens from 0", "attempt 1 ends here", "4 tokens, void: too late"]
+
+
+def test_an_attempt_of_another_model_says_so() -> None:
+    told = TokensStored(2 * S, 2, "w-2", ANOTHER_MODEL, 1, 0)
+    lines = [line.text for line in token_lines([told, batch(3 * S, 0, 4, attempt=2)])]
+    assert lines == ["fallback 1 runs it", "choice 0: 4 tokens from 0"]
 
 
 # --- the whole ---
