@@ -10,15 +10,18 @@ from penstock.schemas.wire import decoder
 LEASE_S = 0.9  # by the clock of each reader
 RENEW_S = 0.25
 TTL_S = 1  # of the key: the shortest that NATS has
+_NO_BOUNDS: Mapping[str, int] = {}
 MODELS = 32  # named in ``HeldByModel``
 TENANTS = 8  # named per class; a lease stays small, however many tenants there are
+BOUNDED = 512  # named per class besides: tenants with a bound on what waits (``--max-waiting``)
 
 
 class HeldByTenant(msgspec.Struct, frozen=True, omit_defaults=True):
     """The requests of one class that a router holds, counted by tenant.
 
     Attributes:
-        tenants: names and counts of the ``TENANTS`` that have most, most first.
+        tenants: names and counts of the ``TENANTS`` that have most, most first; then of the ``BOUNDED`` nearest to
+            their bounds, so that gateways count these exactly.
         others: requests of all other tenants.
     """
 
@@ -81,9 +84,19 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     queued: HeldByModel = HeldByModel()
 
 
-def held_by_tenant(priority: str, counts: Mapping[str, int], others: int = 0) -> HeldByTenant:
-    """The tenants with the highest counts by name, equal ones by their names; the rest is added to ``others``."""
+def held_by_tenant(
+    priority: str, counts: Mapping[str, int], others: int = 0, bounds: Mapping[str, int] = _NO_BOUNDS
+) -> HeldByTenant:
+    """The tenants with the highest counts by name, equal ones by their names; the rest is added to ``others``.
+
+    Args:
+        bounds: requests that may wait, of the tenants that have such a bound: they are named, too.
+    """
     most = heapq.nsmallest(TENANTS, counts.items(), key=lambda each: (-each[1], each[0]))
+    if bounds and len(counts) > TENANTS:
+        named = {tenant for tenant, _ in most}
+        bounded = [each for each in counts.items() if each[0] in bounds and each[0] not in named]
+        most += heapq.nsmallest(BOUNDED, bounded, key=lambda each: (-each[1] / bounds[each[0]], each[0]))
     return HeldByTenant(priority, tuple(most), others + sum(counts.values()) - sum(count for _, count in most))
 
 

@@ -6,6 +6,7 @@ what runs by then may exceed it.
 
 import asyncio
 import datetime
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -26,6 +27,7 @@ from penstock.schemas.usage import UsagePart, month_of
 log = structlog.get_logger("gateway")
 
 FOLLOW_AGAIN_S = 5.0
+READ_S = 30.0  # a gateway whose ledgers cannot be read by then serves without knowing the budgets
 
 _Spent = Counter[tuple[int, str, str]]  # tokens by the beginning of the month (Unix time), kind and name
 
@@ -85,6 +87,9 @@ class Budgets:
         self._cells: list[SpentInCell] = []
         self._tails: list[LogTail] = []
         self._followed: list[Bus] = []
+        self._unread: dict[
+            Bus, float
+        ] = {}  # cells whose ledger is not read yet, and since when it is tried (monotonic)
         self.reached: frozenset[tuple[str, str]] = frozenset()
 
     def look(self) -> None:
@@ -105,6 +110,17 @@ class Budgets:
 
     def _spent(self, month: int, kind: str, name: str) -> int:
         return sum(cell.spent[month, kind, name] for cell in self._cells)
+
+    def unread(self, now: float) -> bool:
+        """Whether what was spent is not known yet and somebody has a budget; False after ``READ_S`` in any case.
+
+        Args:
+            now: monotonic.
+        """
+        if not any(now - since < READ_S for since in self._unread.values()):
+            return False
+        limited = (self._keys.values(), self._tenants.values())
+        return any(each.tokens_per_month for limits in limited for each in limits)
 
     def check(self, caller: Caller) -> None:
         """
@@ -139,6 +155,7 @@ class Budgets:
         if any(each is bus for each in self._followed):
             return
         self._followed.append(bus)
+        self._unread[bus] = time.monotonic()
         cell = SpentInCell(month_of(self._now_ns())[0])
 
         def read(entry: Entry) -> None:
@@ -162,6 +179,8 @@ class Budgets:
                 await asyncio.sleep(FOLLOW_AGAIN_S)
         self._tails.append(tail)
         self._cells.append(cell)
+        self.look()
+        del self._unread[bus]
 
     async def close(self) -> None:
         for tail in self._tails:

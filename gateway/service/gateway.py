@@ -294,6 +294,8 @@ class Gateway:
         of_cells = [cell.not_ready() for cell in self.active]
         if all(of_cells):
             reasons += of_cells[0]
+        if self.budgets.unread(time.monotonic()):
+            reasons.append("what API keys and tenants have spent of their budgets is not read yet")
         if lacks := self.fleet.lacks:
             reasons.append(f"no {lacks} worker is there, without which the others run no request; start one")
         elif not self.fleet.has_worker():

@@ -461,9 +461,17 @@ class HeldRequests:
             of others.
         local_prefill_tokens: longer prompts may need a prefill worker, and wait in a lane of their own.
         order: in which they are tried.
+        bounds: of tenants' requests that wait, of those that have one. They may change.
     """
 
-    def __init__(self, max_bytes: int, local_prefill_tokens: int, order: HeldOrder[PendingRequest]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        local_prefill_tokens: int,
+        order: HeldOrder[PendingRequest],
+        bounds: Mapping[str, int] | None = None,
+    ) -> None:
+        self._bounds: Mapping[str, int] = {} if bounds is None else bounds
         self._max_bytes = max_bytes
         self._local_prefill_tokens = local_prefill_tokens
         self._order = order
@@ -494,7 +502,11 @@ class HeldRequests:
 
     def by_tenant(self) -> tuple[HeldByTenant, ...]:
         """How many requests are held, by class and tenant."""
-        return tuple(held_by_tenant(priority.value, counts) for priority, counts in self._tenants.items() if counts)
+        return tuple(
+            held_by_tenant(priority.value, counts, bounds=self._bounds)
+            for priority, counts in self._tenants.items()
+            if counts
+        )
 
     def by_model(self) -> HeldByModel:
         """How many requests of the log are held, by model. Later attempts were placed before."""

@@ -1,4 +1,4 @@
-"""The tenants' weights, followed from their bucket: what share of the held requests' work each of them gets."""
+"""What routers need of tenants' limits, followed from their bucket: weights, which share out work, and bounds."""
 
 import asyncio
 
@@ -20,11 +20,13 @@ class TenantWeights:
     """
     Attributes:
         weights: by tenant; those that are missing have 1.
+        bounds: of requests that wait, of those that have one.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._tail = LogTail.of_bucket(bus, "tenants", self._on_entry)
         self.weights: dict[str, float] = {}
+        self.bounds: dict[str, int] = {}
         self._reported = False
 
     async def start(self) -> None:
@@ -52,8 +54,14 @@ class TenantWeights:
         tenant = entry.subject.rpartition(".")[2]
         if not entry.data:
             self.weights.pop(tenant, None)
+            self.bounds.pop(tenant, None)
             return
         try:
-            self.weights[tenant] = decode(entry.data).weight
+            limits = decode(entry.data)
         except msgspec.MsgspecError as error:
             log.warning("tenant_unreadable", tenant=tenant, error=str(error))
+            return
+        self.weights[tenant] = limits.weight
+        self.bounds.pop(tenant, None)
+        if limits.max_waiting:
+            self.bounds[tenant] = limits.max_waiting

@@ -149,7 +149,9 @@ class Router:
             weights=self.tenants.weights,
         )
         limit = settings.local_prefill_tokens
-        return HeldRequests(settings.max_held_bytes, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order)
+        return HeldRequests(
+            settings.max_held_bytes, LOCAL_PREFILL_TOKENS if limit < 0 else limit, order, self.tenants.bounds
+        )
 
     def _make_intake(self) -> Intake:
         return Intake(

@@ -3,15 +3,21 @@
 Checks of its files: whether stored messages are as it wrote them.
 """
 
+import asyncio
+import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+from nats.errors import Error as NatsError
+
 from penstock.cli.figures import counted, show_duration, show_size
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import parse_time
+from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.nats_server.apply_streams import changed_by, check, stream_configs, widened
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, request
@@ -19,11 +25,15 @@ from penstock.infra.nats_server.retention import StreamUse, uses
 from penstock.log_tools.sources.log_copy import STREAMS_DIR
 from penstock.log_tools.sources.store_files import Damage, can_verify_much, check_files
 from penstock.operate.doctor.finding import CheckResult, check_broker_certificate, ok, problem, skipped, warning
+from penstock.schemas.errors import ServingError
 from penstock.schemas.streams import LONGEST_DEADLINE_S, Topology, divided, topology
+from penstock.schemas.usage import HOUR_NS, decode
 
 NEARLY_FULL = 0.8
 SKEW_S = 1.0
 APPLY = "run `penstock streams apply` with the operator's credentials"
+ROW_BYTES = 135  # of a combination in an hour, as the ledger of usage stores it (measured)
+DAY_NS, USAGE_WITHIN_S = 24 * HOUR_NS, 5.0
 HISTORY = ("REQUESTS", "WORK", "DONE", "TOKENS", "KV")
 ENDLESS = (
     "DONE",
@@ -78,6 +88,7 @@ async def check_broker(bus: Bus, cells: int = 1) -> list[CheckResult]:
         streams = await uses(bus, expected)
         findings += _fill(streams, bus.subjects.stream("REQUESTS"), in_memory)
         findings += check_history(streams)
+        findings += await _usage(bus, streams)
         findings.append(_replicas(streams))
         findings.append(await _clock(bus))
     except BrokerProblem as error:
@@ -139,6 +150,39 @@ def check_history(streams: list[StreamUse]) -> list[CheckResult]:
         return [ok("history", text)]
     fix = "enlarge what `inspect` and `replay` need: `penstock streams set STREAM --max-bytes …`"
     return [warning("history", text, fix)]
+
+
+async def _usage(bus: Bus, streams: list[StreamUse]) -> list[CheckResult]:
+    """``check_usage`` of the ledger's last day, if it may be read."""
+    name, now_ns = bus.subjects.stream("USAGE"), time.time_ns()
+    found: Counter[int] = Counter()
+    try:
+        async with asyncio.timeout(USAGE_WITHIN_S):
+            parts = read(bus, name, bus.subjects.all("usage"), since_ns=now_ns - DAY_NS)
+            async for entry in parts:
+                found.update(row.hour for row in decode(entry.data).rows)
+    except (ServingError, NatsError, TimeoutError, msgspec.MsgspecError):
+        return []
+    hour = now_ns // HOUR_NS
+    rows = [count for each, count in found.items() if hour - 24 <= each < hour] or list(found.values())
+    return [check_usage(use, max(rows, default=0)) for use in streams if use.name == name]
+
+
+def check_usage(use: StreamUse, combinations: int) -> CheckResult:
+    """How far back the ledger of usage will reach.
+
+    Args:
+        combinations: of tenant, key, model and adapter in the fullest hour of the last day.
+    """
+    hourly, hours = combinations * ROW_BYTES, use.max_age_s / 3600
+    if not use.max_bytes or not hourly or hourly * hours <= use.max_bytes:
+        return ok("usage", "the ledger keeps its hours as long as it may")
+    held, needed = show_duration(3600 * use.max_bytes / hourly), math.ceil(hourly * hours / 2**30)
+    text = (
+        f"{use.name} holds about {held}, not {show_duration(use.max_age_s)}, with {combinations:,} combinations of "
+        "tenant, key, model and adapter an hour; the oldest hours go first, and budgets need the current month"
+    )
+    return warning("usage", text, f"enlarge it: `penstock streams set USAGE --max-bytes {needed}GiB`")
 
 
 def _replicas(streams: list[StreamUse]) -> CheckResult:

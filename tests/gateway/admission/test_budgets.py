@@ -2,7 +2,9 @@
 
 import asyncio
 import datetime
+import time
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from nats.errors import Error as NatsError
 
 from penstock.gateway.access.authentication import ANYONE, Caller
-from penstock.gateway.admission.budgets import Budgets, SpentInCell
+from penstock.gateway.admission.budgets import READ_S, Budgets, SpentInCell
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -98,6 +100,39 @@ async def test_a_budget_is_of_the_month_and_of_all_cells(broker: EmbeddedNats, p
             now_s += 36 * 3600
             budgets.look()
             assert budgets.reached == frozenset(), "another month"
+        finally:
+            await budgets.close()
+
+
+async def test_a_gateway_is_not_ready_before_budgets_are_read_for_a_while(
+    broker: EmbeddedNats, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would let in whoever has spent everything."""
+    monkeypatch.setattr("penstock.gateway.admission.budgets.FOLLOW_AGAIN_S", 0.02)
+    start, may_read = LogTail.start, False
+
+    async def start_later(self: LogTail, **options: Any) -> None:
+        if not may_read:
+            raise ServingError(Code.broker_unavailable, "not yet")
+        await start(self, **options)
+
+    monkeypatch.setattr(LogTail, "start", start_later)
+    async with dial(broker, pipeline) as bus:
+        await bus.js.publish(bus.subjects.usage(1), encode(UsagePart(1, rows=(row(HOUR, 100),))))
+        tenants: dict[str, Limits] = {}
+        budgets = Budgets({}, tenants, lambda: NOVEMBER * 10**9)
+        assert not budgets.unread(time.monotonic())
+        following = asyncio.create_task(budgets.follow(bus))
+        await eventually(lambda: budgets._unread)
+        assert not budgets.unread(time.monotonic()), "nobody has a budget"
+        tenants["acme"] = Limits(tokens_per_month=100)
+        assert budgets.unread(time.monotonic())
+        assert not budgets.unread(time.monotonic() + READ_S), "a ledger that cannot be read stops nothing for ever"
+        may_read = True
+        await asyncio.wait_for(following, 5)
+        try:
+            assert not budgets.unread(time.monotonic())
+            assert budgets.reached == {("tenant", "acme")}, "known as soon as it is ready"
         finally:
             await budgets.close()
 

@@ -27,7 +27,8 @@ from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.requests import Priority
-from penstock.schemas.routers import TENANTS, HeldByModel, HeldByTenant
+from penstock.schemas.routers import BOUNDED, TENANTS, HeldByModel, HeldByTenant
+from penstock.schemas.wire import encode
 from tests.workers.support import BLOCK, MODEL, request
 
 STANDARD = Priority.standard
@@ -94,6 +95,29 @@ def test_the_tenants_that_have_most_are_named_and_the_others_counted_together() 
     (counts,) = held.by_tenant()
     assert counts.tenants[0] == ("t-09", 2)
     assert (len(counts.tenants), counts.others) == (TENANTS, 3)
+
+
+def test_every_tenant_with_a_bound_is_named_as_far_as_a_lease_stays_small() -> None:
+    """Gateways would let it have more waiting than it may."""
+    tracker, bounds = LoadTracker(), dict[str, int]()
+    held = HeldRequests(1 << 30, 256, HeldOrder(tracker, None, lambda _: {}), bounds)
+    for number in range(TENANTS):
+        for _ in range(3):
+            held.hold(pending(tenant=f"many-{number}"), 1, 1)
+    for number in range(BOUNDED + 2):
+        held.hold(pending(tenant=f"few-{number}"), 1, 1)
+    held.hold(pending(tenant="few-2"), 1, 1)
+    bounds.update({f"few-{number}": 10 + number % 2 for number in range(1, BOUNDED + 1)})
+    (counts,) = held.by_tenant()
+    assert [tenant for tenant, _ in counts.tenants[:TENANTS]] == [f"many-{number}" for number in range(TENANTS)]
+    named = dict(counts.tenants[TENANTS:])
+    assert named.keys() == bounds.keys()
+    assert (next(iter(named)), named["few-2"], counts.others) == ("few-2", 2, 2)
+    bounds[f"few-{BOUNDED + 1}"] = 1
+    (counts,) = held.by_tenant()
+    assert counts.tenants[TENANTS] == (f"few-{BOUNDED + 1}", 1), "its bound is reached"
+    assert (len(counts.tenants), counts.others) == (TENANTS + BOUNDED, 2)
+    assert len(encode(counts)) < 20 * BOUNDED
 
 
 def test_space_is_free_again_however_a_request_leaves() -> None:

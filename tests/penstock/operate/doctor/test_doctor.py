@@ -8,6 +8,7 @@ import socket
 import ssl
 import stat
 import tarfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -31,7 +32,13 @@ from penstock.log_tools.sources.open_log import LogSource
 from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
 from penstock.operate.doctor import machine
-from penstock.operate.doctor.broker import check_address, check_broker, check_history, check_stored_messages
+from penstock.operate.doctor.broker import (
+    check_address,
+    check_broker,
+    check_history,
+    check_stored_messages,
+    check_usage,
+)
 from penstock.operate.doctor.doctor_command import check_logs, examine, redacted, run, write_bundle
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import (
@@ -52,11 +59,14 @@ from penstock.schemas.routers import LostLeases
 from penstock.schemas.streams import GIB
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Endpoint
+from penstock.schemas.usage import HOUR_NS, UsagePart, UsageRow
+from penstock.schemas.wire import encode
 from tests.cluster_support import three_nodes
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, end
 from tests.penstock.log_tools.sources.test_cells import streams_of
 from tests.tls_support import DAYS, TlsNats, issue
+from tests.workers.support import dial
 
 
 @pytest.fixture
@@ -96,6 +106,29 @@ def test_a_stream_that_is_full_before_its_messages_are_old_is_named(
     use = StreamUse("ps_WORK", "jobs", 9, size, GIB, oldest_s, 86400.0, 1)
     (finding,) = check_history([use, StreamUse("KV_ps_workers", "", 1, GIB, GIB, 480.0, 86400.0, 0)])
     assert (finding.status, said in finding.what) == (status, True), finding
+
+
+@pytest.mark.parametrize(("combinations", "max_bytes", "said"), [
+    (0, GIB, "as long as it may"),
+    (400, GIB // 2, "as long as it may"),
+    (5000, GIB // 2, "ps_USAGE holds about 33.1 d, not 397 d, with 5,000 combinations of tenant"),
+    (5000, 6 * GIB, "as long as it may"),
+])  # fmt: skip
+def test_a_ledger_that_will_not_hold_its_months_is_named(combinations: int, max_bytes: int, said: str) -> None:
+    use = StreamUse("ps_USAGE", "usage", 9, 5000, max_bytes, 480.0, 397 * 86_400.0, 1)
+    finding = check_usage(use, combinations)
+    warned = "not 397 d" in said
+    assert (said in finding.what, finding.status) == (True, CheckStatus.warning if warned else CheckStatus.ok), finding
+    assert not warned or "penstock streams set USAGE --max-bytes 6GiB" in finding.fix
+
+
+async def test_the_ledger_of_usage_is_looked_at(broker: EmbeddedNats, pipeline: Subjects) -> None:
+    hour = time.time_ns() // HOUR_NS
+    rows = tuple(UsageRow(hour - 1, "acme", f"pst-{number}", "tiny") for number in range(3000))
+    async with dial(broker, pipeline) as bus:
+        await bus.js.publish(bus.subjects.usage(1), encode(UsagePart(1, rows=rows)))
+        (finding,) = [each for each in await check_broker(bus) if each.check == "usage"]
+    assert "with 3,000 combinations" in finding.what
 
 
 # -- this machine -------------------------------------------------------------------------------------------------
