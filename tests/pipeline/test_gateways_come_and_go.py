@@ -17,7 +17,7 @@ from penstock.operate.doctor import doctor_command
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, samples, token_prompt, until
 
 COUNT = 12
-LONG = 900  # tokens, which take longer than --drain-s
+LONG = 2_500  # tokens, which take the mock engine 7 s, more than twice --drain-s
 PATH = "/v1/completions"
 FULL, STEADY, IDLE = "1.0 4.0", "0.7 4.0", "0.05 4.0"
 
@@ -49,18 +49,21 @@ class Site:
         await until(reached, f"{number} gateways", 60)
         self.tell(STEADY)
 
-    async def until_each_serves(self) -> None:
-        """Until each gateway has connections of the clients, who keep theirs."""
+    async def shows(self, url: str, name: str, more_than: float) -> None:
+        """Until a gateway's metric is larger than that."""
         async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
-            for url in self.deployment.urls:
 
-                async def serves(url: str = url) -> bool:
-                    with contextlib.suppress(httpx.ConnectError):  # it is starting
-                        page = (await http.get(f"{url}/metrics")).text
-                        return samples(page)["penstock_gateway_connections"] > 1
-                    return False
+            async def reached() -> bool:
+                with contextlib.suppress(httpx.ConnectError):  # it is starting
+                    page = (await http.get(f"{url}/metrics")).text
+                    return samples(page)[f"penstock_gateway_{name}"] > more_than
+                return False
 
-                await until(serves, f"{url} has connections", 60)
+            await until(reached, f"{url} shows more than {more_than} {name}", 60)
+
+    async def until_each_serves(self) -> None:
+        for url in self.deployment.urls:
+            await self.shows(url, "connections", 1)  # this one
 
     async def ask(self, http: httpx.AsyncClient, count: int = COUNT) -> None:
         body: dict[str, Any] = {"model": "tiny", "prompt": token_prompt(100, next(self._seeds)), "temperature": 0}
@@ -124,7 +127,8 @@ async def test_gateways_come_and_go_under_load_and_nobody_notices(
         site.tell(FULL)
         await site.until_there_are(3)
         await site.until_each_serves()
-        *_, last = site.deployment.urls
+        first, *_, last = site.deployment.urls
+        await site.shows(first, "connections_moved", 0)  # of clients that keep theirs
         async with site.client(last) as http:
             stays = asyncio.create_task(site.ask(http, LONG))
             site.tell(IDLE)
