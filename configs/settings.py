@@ -652,6 +652,28 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         about("highest rank of a LoRA adapter; each slot on the device has room for it"),
     ] = 32
     max_cpu_loras: Annotated[Positive, about("LoRA adapters in host memory, at most")] = 64
+    weights_folder: Annotated[
+        tuple[str, ...],
+        about(
+            "native, mock: folders within which operators may name other weights of the model while workers run, "
+            "comma-separated (POST /v1/admin/update_weights)"
+        ),
+    ] = ()
+    sleep_after_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="native, mock: seconds without requests after which a worker moves its weights to host memory "
+            "and frees its KV cache, until a request waits; 0: it stays awake",
+        ),
+    ] = 0.0
+    share_device: Annotated[
+        str,
+        about(
+            "native, mock: name of a device that several workers of this machine share: one of them is awake at a "
+            "time, and makes room when requests wait for another"
+        ),
+    ] = ""
     transfer: Annotated[
         Literal["auto", "nixl", "none"],
         about("how KV blocks move between workers; auto: nixl where the role needs it"),

@@ -207,6 +207,9 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_loras: Annotated[int, _OF_WORKER] = _WORKER.max_loras
     max_lora_rank: Annotated[int, _OF_WORKER] = _WORKER.max_lora_rank
     max_cpu_loras: Annotated[int, _OF_WORKER] = _WORKER.max_cpu_loras
+    weights_folder: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.weights_folder
+    sleep_after_s: Annotated[float, _OF_WORKER] = _WORKER.sleep_after_s
+    share_device: Annotated[str, _OF_WORKER] = _WORKER.share_device
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     queue_full_status: Annotated[int, _OF_GATEWAY] = _GATEWAY.queue_full_status

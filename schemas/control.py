@@ -37,6 +37,19 @@ class Drain(msgspec.Struct, frozen=True, omit_defaults=True, tag="drain"):
     stay_down: bool = False
 
 
+class Sleep(msgspec.Struct, frozen=True, omit_defaults=True, tag="sleep"):
+    """Finish what runs, then move the weights to host memory and drop the KV cache. Answered with Ok when that is done.
+
+    ``within_s``: for running requests to finish; later it stays awake.
+    """
+
+    within_s: float = 60.0
+
+
+class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
+    """Bring the weights back. Answered with Ok at once; the registration says when it is awake."""
+
+
 class Release(msgspec.Struct, frozen=True, omit_defaults=True, tag="release"):
     """The reader no longer needs the pinned blocks of a ticket. Answered with Ok."""
 
@@ -78,7 +91,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that streamed before it
 
 
-WorkerControl = DumpKv | Drain | Release | Push
+WorkerControl = DumpKv | Drain | Release | Push | Sleep | Wake
 
 decode_cancel = decoder(Cancel)
 decode_worker = decoder(WorkerControl)  # type: ignore[arg-type, var-annotated]

@@ -50,6 +50,18 @@ def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0
     return Usage(request.prompt_tokens, sum(map(len, outputs)) // 4, cached)
 
 
+class EarlierRevision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Weights that were replaced while a request ran.
+
+    Attributes:
+        revision: of the model.
+        tokens: of each choice, of this and earlier revisions.
+    """
+
+    revision: str
+    tokens: tuple[int, ...]
+
+
 class MadeWith(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an answer was made with, besides what its request says; "": unknown.
 
@@ -58,12 +70,14 @@ class MadeWith(msgspec.Struct, frozen=True, omit_defaults=True):
         engine: as its worker registers it.
         build: versions of Penstock and of what the engine is made of.
         fallback: which of the fallbacks of the stored request it was, as in ``GenerateRequest``; 0: none.
+        before: revisions that the first tokens came from, where the worker's weights changed meanwhile; oldest first.
     """
 
     revision: str = ""
     engine: str = ""
     build: str = ""
     fallback: int = 0
+    before: tuple[EarlierRevision, ...] = ()
 
 
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -11,7 +11,7 @@ A function of the registrations alone, so that every gateway and router comes to
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -123,6 +123,62 @@ class AdapterEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     unloaded: bool = False
 
 
+FINISH = "finish"  # what becomes of requests that run when weights change: they end first, on the old ones,
+CONTINUE = "continue"  # or go on with the new ones; of a pause: they stand still
+
+
+class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an operator asked of a model's weights while workers ran: a key of the ``weights`` bucket.
+
+    Attributes:
+        update: number of the latest update, counted from 1; 0: there was none.
+        path: of its folder, within a folder that the workers allow (``--weights-folder``).
+        base: revision that the workers' flags name. Workers that were started with another one ignore the entry.
+        revision: that the folder has to have; "": no worker has said so yet.
+        before: the revision that it replaced.
+        running: ``FINISH`` or ``CONTINUE``.
+        paused: likewise; "": the model is not paused.
+        within_s: for running requests to finish; later the update or pause fails.
+    """
+
+    model: str
+    update: int = 0
+    path: str = ""
+    base: str = ""
+    revision: str = ""
+    before: str = ""
+    running: str = FINISH
+    paused: str = ""
+    within_s: float = 120.0
+
+
+class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Of a worker whose weights may change, or leave the device, while it runs.
+
+    Attributes:
+        update: number of the last update that it has applied; 0: its weights are those of its flags.
+        base: revision of its flags' weights.
+        entry: revision of the entry in the ``weights`` bucket that it has followed; 0: none.
+        error: why it could not do what that entry asks; "": it has.
+        paused: it starts no request, by that entry.
+        asleep: its weights are in host memory, and it has no KV cache. It wakes up for a request.
+        before: revision whose running requests the last update continued; "": none.
+        seconds: that the last update took, or the last way to or from host memory.
+    """
+
+    update: int = 0
+    base: str = ""
+    entry: int = 0
+    error: str = ""
+    paused: bool = False
+    asleep: bool = False
+    before: str = ""
+    seconds: float = 0.0
+
+
+FIXED = WeightsState()  # of a worker whose weights stay as they are
+
+
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Who a worker is, what it can do, and how it is."""
 
@@ -163,6 +219,16 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     source: str = ""  # of the model: folder on ``host``, a bundled model, or Hugging Face id; "": it does not say
     adapters: tuple[LoraAdapter, ...] = ()  # that it serves, and those that it could not load
     adapter_slots: int = 0  # adapters of which sequences run at once; 0: it takes none
+    weights: WeightsState = FIXED
+
+    @property
+    def rests(self) -> str:
+        """Why it starts no request for now, although it is ready; "": it does."""
+        return "asleep" if self.weights.asleep else "paused" if self.weights.paused else ""
+
+    @property
+    def leaves(self) -> bool:
+        return self.state is WorkerState.draining
 
     @property
     def lasting_name(self) -> str:
@@ -194,6 +260,7 @@ def removal_headers(revision: int) -> dict[str, str]:
 
 decode = decoder(Registration)
 decode_adapter = decoder(AdapterEntry)
+decode_weights = decoder(WeightsEntry)
 
 
 NONE = "none"
@@ -207,13 +274,15 @@ class Revisions(NamedTuple):
     """Revisions of one model and tokenizer.
 
     Attributes:
-        serving: the revision for new requests: that of the ready worker that registered first; None: no worker is
-            ready.
+        serving: the revision for new requests: that of the ready worker with the latest update of its weights, and of
+            these the one that registered first; None: no worker is ready.
         present: all revisions that have a ready worker.
+        continued: revisions whose running requests the latest update continued, each with that which does.
     """
 
     serving: str | None
     present: frozenset[str]
+    continued: Mapping[str, str] = {}
 
 
 def run_together(workers: Iterable[Registration]) -> bool:
@@ -235,5 +304,7 @@ def revisions(workers: Iterable[Registration], tokenizer: str) -> Revisions:
         tokenizer: digest of the tokenizer that made the prompts; "": unknown.
     """
     ready = [w for w in workers if w.state is WorkerState.ready and w.role not in NO_TOKENS and reads(w, tokenizer)]
-    first = min(ready, key=lambda worker: (worker.epoch, worker.worker), default=None)
-    return Revisions(first.revision if first is not None else None, frozenset(w.revision for w in ready))
+    first = min(ready, key=lambda worker: (-worker.weights.update, worker.epoch, worker.worker), default=None)
+    continued = {each.weights.before: each.revision for each in ready if each.weights.before}
+    serving = first.revision if first is not None else None
+    return Revisions(serving, frozenset(each.revision for each in ready), continued)

@@ -217,6 +217,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             BucketSpec(s.bucket("idempotency")),
             followed("batches", "StoredFile", "Batch"),
             replace(followed("adapters", "AdapterEntry"), max_bytes=4 * MIB),
+            replace(followed("weights", "WeightsEntry"), max_bytes=MIB),
             replace(followed("deleted", "Deletion"), max_bytes=8 * MIB),  # 60,000 requests of half an hour
             BucketSpec(s.bucket("planners"), max_bytes=MIB),
             BucketSpec(s.bucket("exporters"), max_bytes=MIB),

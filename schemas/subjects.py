@@ -59,6 +59,11 @@ def adapter_key(model: str, name: str) -> str:
     return f"{token(name)}-{digest}"
 
 
+def weights_key(model: str) -> str:
+    """The key of a model in the bucket of what was asked of its weights, likewise."""
+    return f"{token(model)}-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
+
+
 def cell_namespace(namespace: str, cell: int) -> str:
     """The namespace of a deployment's cell; its first cell, home, has the deployment's own."""
     return f"{namespace}-{cell}" if cell else namespace

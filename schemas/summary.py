@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from penstock.schemas.done import DONE_TYPE, Done, MadeWith, Outcome, Timings, Usage, request_of
+from penstock.schemas.done import DONE_TYPE, Done, EarlierRevision, MadeWith, Outcome, Timings, Usage, request_of
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import ADAPTER, FALLBACK, GenerateRequest, Priority, Sampling
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, HEADER_NO_STORE, HEADER_SUMMARY
@@ -52,6 +52,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         ran_as: its id in the cell that ran it; "": it ran in its own.
         origin: the request of another cell that it is in this one; "": it is one of its own, which lists show.
         revision, engine, build: as in ``done.MadeWith``.
+        before: the same, of one request only; lists do not have it.
         adapter: its LoRA adapter; "": none.
         sampling: None: unknown.
         files: pictures and videos that it made.
@@ -91,6 +92,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     files: int = 0
     router: str = ""
     asked: str = ""
+    before: tuple[EarlierRevision, ...] = ()
 
     @property
     def workers(self) -> list[str]:

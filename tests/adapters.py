@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,17 @@ def merged(model: Path, adapter: Path | None) -> Any:
                 up = tensors[name.replace(".lora_A.", ".lora_B.")]
                 loaded.get_submodule(path).weight += scale * (up @ down)
     return loaded
+
+
+def other_weights(model: Path, folder: Path, *, seed: int = 1, noise: float = 0.05) -> Path:
+    """A copy of a model's folder in ``folder``: the same sizes and tokenizer, other weights."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in weights.items():
+        weights[name] = tensor + (torch.randn(tensor.shape, generator=generator) * noise).to(tensor.dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def greedy(model: Any, prompt: Iterable[int], count: int) -> list[int]:

@@ -113,6 +113,13 @@ def check_settings(settings: WorkerSettings) -> None:
                 f"--tensor-parallel-size: with --role {settings.role} the native engine runs on one GPU; leave it out, "
                 "or use --role aggregated"
             )
+    if settings.engine not in ("native", "mock") and (
+        settings.weights_folder or settings.sleep_after_s or settings.share_device
+    ):
+        raise ValueError(
+            f"--engine {settings.engine} changes no weights and does not sleep; leave out --weights-folder, "
+            "--sleep-after-s and --share-device"
+        )
     if settings.engine == "openai" and settings.role != "aggregated":
         raise ValueError(f"--engine openai: a server computes whole requests; leave out --role {settings.role}")
     if settings.url and settings.engine != "openai":

@@ -108,7 +108,7 @@ class Home:
 
 
 MOST_WORKERS = 1000  # in one answer
-MOST_ADAPTER_BYTES = 1 << 16  # of a body that names one
+MOST_ADAPTER_BYTES = 1 << 16  # of a body that names one, or a folder of weights
 
 
 class Component(Struct, frozen=True, omit_defaults=True):
@@ -347,6 +347,11 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
         Route("/v1/media/{name}", GeneratedFiles(gateway).get),
         Route("/v1/load_lora_adapter", api.load_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", api.unload_adapter, methods=["POST"]),
+        Route("/v1/admin/pause", api.changes(gateway.weights.pause), methods=["POST"]),
+        Route("/v1/admin/update_weights", api.changes(gateway.weights.update), methods=["POST"]),
+        Route("/v1/admin/resume", api.changes(gateway.weights.resume), methods=["POST"]),
+        Route("/v1/admin/sleep", api.changes(gateway.weights.sleep), methods=["POST"]),
+        Route("/v1/admin/wake", api.changes(gateway.weights.wake), methods=["POST"]),
         Route("/v1/files", files.upload, methods=["POST"]),
         Route("/v1/files", files.files, methods=["GET"]),
         Route("/v1/files/{id}", files.file, methods=["GET"]),
@@ -458,6 +463,15 @@ class _Api:
     async def _changed(self, request: Request, change: Callable[[bytes, Caller], Awaitable[str]]) -> Response:
         body = await read_body(request.scope, request.receive, MOST_ADAPTER_BYTES)
         return Response(await change(body, caller_of(request.scope)), media_type="text/plain")
+
+    def changes(self, change: Callable[[bytes, Caller], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of an endpoint of operators that answers with an object."""
+
+        async def handle(request: Request) -> Response:
+            body = await read_body(request.scope, request.receive, MOST_ADAPTER_BYTES)
+            return _reply(await change(body, caller_of(request.scope)))
+
+        return handle
 
     async def tokenizer_info(self, request: Request) -> Response:
         name, caller = request.query_params.get("model", ""), caller_of(request.scope)

@@ -61,6 +61,7 @@ from penstock.gateway.http.ollama import ShownModel, ShowRequest
 from penstock.gateway.http.request_list import RequestList
 from penstock.gateway.http.usage import UsagePage
 from penstock.gateway.service.adapters import LoadAdapter, UnloadAdapter
+from penstock.gateway.service.weights import ModelWeights, PauseModel, RestModel, ResumeModel, UpdateWeights
 from penstock.schemas.errors import Code
 
 _LINES = "application/x-ndjson"
@@ -140,7 +141,7 @@ _COUNT = (
     Code.unsupported_encoding,
 )
 
-_ADAPTERS = (
+_OPERATORS = (
     Code.invalid_request,
     Code.unsupported,
     Code.permission_denied,
@@ -497,14 +498,54 @@ OPERATIONS = (
         "/v1/load_lora_adapter",
         "Load a LoRA adapter in all workers of its model; needs an operator's key; answers in plain text",
         body=LoadAdapter,
-        errors=_ADAPTERS,
+        errors=_OPERATORS,
     ),
     Operation(
         "post",
         "/v1/unload_lora_adapter",
         "Unload a LoRA adapter from all workers; needs an operator's key; answers in plain text",
         body=UnloadAdapter,
-        errors=_ADAPTERS,
+        errors=_OPERATORS,
+    ),
+    Operation(
+        "post",
+        "/v1/admin/pause",
+        "Have a model's workers start no requests until they are resumed; new ones wait; needs an operator's key",
+        body=PauseModel,
+        response=ModelWeights,
+        errors=_OPERATORS,
+    ),
+    Operation(
+        "post",
+        "/v1/admin/update_weights",
+        "Replace the weights of a model in all its workers by those of a folder; needs an operator's key",
+        body=UpdateWeights,
+        response=ModelWeights,
+        errors=_OPERATORS,
+    ),
+    Operation(
+        "post",
+        "/v1/admin/resume",
+        "End a pause; needs an operator's key",
+        body=ResumeModel,
+        response=ModelWeights,
+        errors=_OPERATORS,
+    ),
+    Operation(
+        "post",
+        "/v1/admin/sleep",
+        "Have workers move their weights to host memory and free their KV cache; needs an operator's key",
+        body=RestModel,
+        response=ModelWeights,
+        errors=_OPERATORS,
+    ),
+    Operation(
+        "post",
+        "/v1/admin/wake",
+        "Have workers bring their weights back, as waiting requests do; needs an operator's key",
+        body=RestModel,
+        response=ModelWeights,
+        errors=_OPERATORS,
     ),
     Operation(
         "get",

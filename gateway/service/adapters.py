@@ -6,7 +6,7 @@ for the workers' registrations: they say what was loaded, or why it was not.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -56,6 +56,100 @@ _decode_load = msgspec.json.Decoder(LoadAdapter).decode
 _decode_unload = msgspec.json.Decoder(UnloadAdapter).decode
 
 
+class Operators:
+    """What operators change of models while workers run: who may, of which model, and the entries that say it.
+
+    Args:
+        buses: of the cells.
+        bucket: of the entries.
+        what: operators change, in errors.
+    """
+
+    def __init__(self, buses: Sequence[Bus], fleet: FleetView, audit: Auditor, bucket: str, what: str) -> None:
+        self.buses = buses
+        self.fleet = fleet
+        self._audit = audit
+        self._bucket = bucket
+        self._what = what
+
+    def check(self, caller: Caller, more: str = "") -> None:
+        """
+        Args:
+            more: what else would allow it, for the error.
+        Raises:
+            ServingError: permission_denied; the caller is no operator.
+        """
+        if caller is ANYONE or caller.sees is not None:
+            hint = f"send an operator's API key ('penstock keys create --operator'){more}"
+            raise ServingError(Code.permission_denied, f"only an operator {self._what}: {hint}")
+
+    def note(self, action: str, caller: Caller, name: str, detail: str) -> None:
+        """Write to the audit log."""
+        if caller is not ANYONE:
+            key = caller.key.prefix if caller.key is not None else "a key of the gateway's own"
+            self._audit.note(AuditEntry(action, name, detail, key=key))
+
+    def model(self, name: str) -> TextModel:
+        """The model of a name, or the only one.
+
+        Raises:
+            ServingError: model_not_found, invalid_request: several are served.
+        """
+        models = [each for each in self.fleet.models if each.expected]
+        if name:
+            found = self.fleet.find(name)
+            if found is None:
+                raise model_not_found(name, [each.name for each in models])
+            return found
+        if len(models) != 1:
+            raise model_missing([each.name for each in models])
+        return models[0]
+
+    def workers(self, model: TextModel) -> Iterator[tuple[int, Registration]]:
+        """Of a model, with the cells that they are in."""
+        for cell in range(len(self.buses)):
+            for each in self.fleet.watches[cell].members.values():
+                if each.registration.worker in model.workers:
+                    yield cell, each.registration
+
+    async def read(self, key: str) -> list[Entry | None]:
+        """An entry, by cell."""
+        return [
+            await get_last(
+                bus, f"KV_{bus.subjects.bucket(self._bucket)}", self._subject(bus, key), newest=True, within_s=WRITE_S
+            )
+            for bus in self.buses
+        ]
+
+    async def write(self, key: str, values: Sequence[bytes], revisions: Sequence[int]) -> list[int]:
+        """Store an entry in the place of these revisions (0: there is none); the new ones, by cell.
+
+        Raises:
+            ServingError: broker_unavailable: not stored, or not confirmed.
+        """
+        stored = []
+        for bus, data, revision in zip(self.buses, values, revisions, strict=True):
+            try:
+                reply = await compare_and_set(bus, self._subject(bus, key), data, revision, WRITE_S)
+            except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+                raise self._unavailable(repr(error)) from None
+            if reply.error is not None:
+                raise self._unavailable(str(reply.error))
+            stored.append(reply.seq)
+        return stored
+
+    def _subject(self, bus: Bus, key: str) -> str:
+        return f"$KV.{bus.subjects.bucket(self._bucket)}.{key}"
+
+    def _unavailable(self, reason: str) -> ServingError:
+        return ServingError(
+            Code.broker_unavailable,
+            f"an entry of {self._bucket} could not be stored on the broker ({reason}); has it its streams "
+            "('penstock streams apply')?",
+            retry_after=1.0,
+        )
+
+
 class AdapterLoading:
     """
     Args:
@@ -64,9 +158,8 @@ class AdapterLoading:
     """
 
     def __init__(self, buses: Sequence[Bus], fleet: FleetView, audit: Auditor, *, open_to_all: bool) -> None:
-        self._buses = buses
+        self._operators = Operators(buses, fleet, audit, BUCKET, "loads and unloads adapters")
         self._fleet = fleet
-        self._audit = audit
         self._open_to_all = open_to_all
         self._lock = asyncio.Lock()  # one change at a time, each with a look at the outcome
 
@@ -86,7 +179,7 @@ class AdapterLoading:
                 f"this API key may not load {asked.lora_name!r}: it is limited to certain names ('penstock keys list')",
                 param="lora_name",
             )
-        model, name = self._model(asked.model), asked.lora_name
+        model, name = self._operators.model(asked.model), asked.lora_name
         try:
             check_name(name, self._fleet.models_by_name)
         except AdapterError as error:
@@ -100,18 +193,20 @@ class AdapterLoading:
                     "lora_name",
                     f"the LoRA adapter {name!r} has already been loaded; set load_inplace to true to replace it",
                 )
-            if not any(self._workers(model, cell) for cell in range(len(self._buses))):
+            if not self._workers(model):
                 raise ServingError(
                     Code.unsupported,
                     f"no worker of model {model.name!r} loads LoRA adapters; start workers with --lora-folder",
                 )
-            before = await self._read(model, name)
-            revisions = await self._write(model, AdapterEntry(name, model.name, asked.lora_path), before)
-            self._note("adapter load", caller, name, asked.lora_path)
+            key = adapter_key(model.name, name)
+            before = await self._operators.read(key)
+            entry = encode(AdapterEntry(name, model.name, asked.lora_path))
+            revisions = await self._operators.write(key, [entry] * len(before), sequences(before))
+            self._operators.note("adapter load", caller, name, asked.lora_path)
             failed = await self._loaded(model, name, revisions)
             if failed is not None:
                 previous = [each.data if each is not None else b"" for each in before]
-                await self._restore(model, name, previous, revisions)
+                await self._operators.write(key, previous, revisions)
                 raise invalid("lora_path", f"worker {failed[0]} cannot load {name!r}: {failed[1]}")
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -129,49 +224,27 @@ class AdapterLoading:
             model = next((model for adapter, model in self._fleet.adapters(caller) if adapter.name == name), None)
             if model is None:
                 raise model_not_found(name, [adapter.name for adapter, _ in self._fleet.adapters(caller)])
-            before = await self._read(model, name)
-            await self._write(model, AdapterEntry(name, model.name, unloaded=True), before)
-            self._note("adapter unload", caller, name, "")
+            key = adapter_key(model.name, name)
+            before = await self._operators.read(key)
+            entry = encode(AdapterEntry(name, model.name, unloaded=True))
+            await self._operators.write(key, [entry] * len(before), sequences(before))
+            self._operators.note("adapter unload", caller, name, "")
             until = time.monotonic() + LOAD_S
-            while any(each.name == name for _, workers in self._cells(model) for w in workers for each in w.adapters):
+            while any(each.name == name for _, worker in self._workers(model) for each in worker.adapters):
                 if time.monotonic() > until:
                     raise _late(f"some workers have not unloaded {name!r}")
                 await asyncio.sleep(LOOK_S)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _check(self, caller: Caller) -> None:
-        operator = caller is not ANYONE and caller.sees is None
-        if not operator and not (caller is ANYONE and self._open_to_all):
-            hint = "send an operator's API key ('penstock keys create --operator')"
-            more = ", or start the gateway with --runtime-lora-updating" if caller is ANYONE else ""
-            raise ServingError(Code.permission_denied, f"only an operator loads and unloads adapters: {hint}{more}")
+        if caller is not ANYONE or not self._open_to_all:
+            self._operators.check(
+                caller, ", or start the gateway with --runtime-lora-updating" if caller is ANYONE else ""
+            )
 
-    def _note(self, action: str, caller: Caller, name: str, detail: str) -> None:
-        if caller is not ANYONE:
-            key = caller.key.prefix if caller.key is not None else "a key of the gateway's own"
-            self._audit.note(AuditEntry(action, name, detail, key=key))
-
-    def _model(self, name: str) -> TextModel:
-        models = [each for each in self._fleet.models if each.expected]
-        if name:
-            found = self._fleet.find(name)
-            if found is None:
-                raise model_not_found(name, [each.name for each in models])
-            return found
-        if len(models) != 1:
-            raise model_missing([each.name for each in models])
-        return models[0]
-
-    # --- the workers ---
-
-    def _cells(self, model: TextModel) -> Iterator[tuple[int, list[Registration]]]:
-        for cell in range(len(self._buses)):
-            yield cell, self._workers(model, cell)
-
-    def _workers(self, model: TextModel, cell: int) -> list[Registration]:
-        """Those of a model that apply adapters."""
-        members = (each.registration for each in self._fleet.watches[cell].members.values())
-        return [each for each in members if each.adapter_slots and each.worker in model.workers]
+    def _workers(self, model: TextModel) -> list[tuple[int, Registration]]:
+        """Those of a model that apply adapters, with their cells."""
+        return [(cell, worker) for cell, worker in self._operators.workers(model) if worker.adapter_slots]
 
     async def _loaded(self, model: TextModel, name: str, revisions: Sequence[int]) -> tuple[str, str] | None:
         """Wait until each worker has loaded an adapter; a worker that could not, and why.
@@ -182,10 +255,9 @@ class AdapterLoading:
         until = time.monotonic() + LOAD_S
         while True:
             states: list[tuple[Registration, LoraAdapter | None]] = []
-            for cell, workers in self._cells(model):
-                for worker in workers:
-                    found = (a for a in worker.adapters if a.name == name and a.revision >= revisions[cell])
-                    states.append((worker, next(found, None)))
+            for cell, worker in self._workers(model):
+                found = (a for a in worker.adapters if a.name == name and a.revision >= revisions[cell])
+                states.append((worker, next(found, None)))
             for worker, adapter in states:
                 if adapter is not None and adapter.error:
                     return worker.worker, adapter.error
@@ -196,46 +268,10 @@ class AdapterLoading:
                 raise _late(f"{done} of {len(states)} workers have loaded {name!r}")
             await asyncio.sleep(LOOK_S)
 
-    # --- the entries ---
 
-    def _subject(self, bus: Bus, model: TextModel, name: str) -> str:
-        return f"$KV.{bus.subjects.bucket(BUCKET)}.{adapter_key(model.name, name)}"
-
-    async def _read(self, model: TextModel, name: str) -> list[Entry | None]:
-        """The entries of an adapter, by cell."""
-        return [
-            await get_last(
-                bus,
-                f"KV_{bus.subjects.bucket(BUCKET)}",
-                self._subject(bus, model, name),
-                newest=True,
-                within_s=WRITE_S,
-            )
-            for bus in self._buses
-        ]
-
-    async def _write(self, model: TextModel, entry: AdapterEntry, before: Sequence[Entry | None]) -> list[int]:
-        return [
-            await self._put(bus, self._subject(bus, model, entry.name), encode(entry), each.seq if each else 0)
-            for bus, each in zip(self._buses, before, strict=True)
-        ]
-
-    async def _restore(self, model: TextModel, name: str, previous: Sequence[bytes], revisions: Sequence[int]) -> None:
-        for bus, data, revision in zip(self._buses, previous, revisions, strict=True):
-            await self._put(bus, self._subject(bus, model, name), data, revision)
-
-    async def _put(self, bus: Bus, subject: str, data: bytes, revision: int) -> int:
-        """
-        Raises:
-            ServingError: broker_unavailable: not stored, or not confirmed.
-        """
-        try:
-            reply = await compare_and_set(bus, subject, data, revision, WRITE_S)
-        except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
-            raise _unavailable(repr(error)) from None
-        if reply.error is not None:
-            raise _unavailable(str(reply.error))
-        return reply.seq
+def sequences(entries: Iterable[Entry | None]) -> list[int]:
+    """Revisions of entries, by cell; 0: there is none."""
+    return [each.seq if each is not None else 0 for each in entries]
 
 
 def _late(what: str) -> ServingError:
@@ -243,12 +279,4 @@ def _late(what: str) -> ServingError:
         Code.model_unavailable,
         f"{what} within {LOAD_S:g} s; the others go on, and GET /v1/models shows what is served",
         retry_after=10.0,
-    )
-
-
-def _unavailable(reason: str) -> ServingError:
-    return ServingError(
-        Code.broker_unavailable,
-        f"the adapter could not be stored on the broker ({reason}); has it its streams ('penstock streams apply')?",
-        retry_after=1.0,
     )

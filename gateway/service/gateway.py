@@ -39,6 +39,7 @@ from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
 from penstock.gateway.service.migration import Carrier
 from penstock.gateway.service.preparation import RequestPreparer
+from penstock.gateway.service.weights import WeightsControl
 from penstock.infra.bus.audit import Auditor
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
@@ -82,6 +83,7 @@ class Gateway:
         cells: by their numbers.
         active: those that take new requests.
         adapters: loads and unloads LoRA adapters.
+        weights: changes weights while workers run.
         draining: no longer ready; requests that still arrive are served.
         stopped: open requests were left to other gateways.
         answering: open requests whose answers go out over HTTP.
@@ -123,6 +125,7 @@ class Gateway:
         buses = [link.bus for link in links]
         self.fleet = FleetView(buses, named, self.id, settings, metrics, self.tasks, self._open_models)
         self.adapters = AdapterLoading(buses, self.fleet, self.audit, open_to_all=settings.runtime_lora_updating)
+        self.weights = WeightsControl(buses, self.fleet, self.audit)
         self.limiter = Limiter(bus, self.id)
         self.budgets = Budgets(self.guard.table.keys, self.tenants.known, bus.clock.now_ns)
         self.charges = Charges(self.limiter, self._record_of, self._request_of, self.tasks, bus.clock)

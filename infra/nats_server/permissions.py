@@ -272,7 +272,8 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
         ),
         _reads(*_buckets(s, "idempotency", "routers", "keys", "budgets", "verdicts", "deleted")),
         Right("have workers load and unload adapters", (f"$KV.{s.bucket('adapters')}.*",)),
-        _reads(*_buckets(s, "adapters")),
+        Right("have workers change their weights, sleep and wake", (f"$KV.{s.bucket('weights')}.*", s.drain("*"))),
+        _reads(*_buckets(s, "adapters", "weights")),
         Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
         Right(
@@ -343,8 +344,9 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
         )),
         Right("know whether the jobs' stream was lost and made anew", (f"$JS.API.STREAM.INFO.{work}",)),
         _reads(*_buckets(s, "workers")),
-        Right("load the adapters that operators name", (), (s.live(f"$KV.{s.bucket('adapters')}.>"),)),
-        _reads(*_buckets(s, "adapters")),
+        Right("load the adapters and weights that operators name", (),
+              tuple(s.live(f"$KV.{s.bucket(name)}.>") for name in ("adapters", "weights"))),
+        _reads(*_buckets(s, "adapters", "weights")),
         _fetches(s.bucket("media")),
         _stores(s.bucket("results")),
     )  # fmt: skip

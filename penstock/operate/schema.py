@@ -44,7 +44,7 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
         *(kv.KvBatch, transfer.Handoffs, plans.Planned, audit.AuditEntry),
         *(batches.BatchOpened, batches.BatchTaken, batches.BatchResults, batches.StoredFile, batches.Batch),
         usage.UsagePart,
-        *(fleet.Registration, fleet.AdapterEntry, routers.Member),
+        *(fleet.Registration, fleet.AdapterEntry, fleet.WeightsEntry, routers.Member),
         *(deletions.Deletion, tenants.Limits, keys.ApiKey, keys.Ledger),
     )
 }

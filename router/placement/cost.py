@@ -60,7 +60,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
         if request.worker:
             return "encode_only"
         if registration.state is not WorkerState.ready:
-            return "draining"
+            return registration.rests or "draining"
         return "" if target.capacity else "full"
     if requirement is not None and (reason := requirement(registration)):
         return reason
@@ -76,7 +76,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
     if request.prompt_tokens >= registration.total_blocks * registration.block_size:
         return "too_small"
     if registration.state is not WorkerState.ready:
-        return "draining"
+        return registration.rests or "draining"
     if target.load.sequences and request.n > target.capacity:  # an idle target takes any one request
         return "full"
     return ""
@@ -94,8 +94,8 @@ def _rejection_apart(request: RoutingRequest, target: RoutingTarget) -> str:
 
 # Reasons that may pass. One of them is enough to let the request wait, whatever is wrong with the other workers.
 _TEMPORARY = (
-    "full", "better_full", "prefill_full", "no_partner", "draining", "other_revision", "other_tokenizer", "no_encoder",
-    "no_adapter",
+    "full", "better_full", "prefill_full", "no_partner", "draining", "asleep", "paused", "other_revision",
+    "other_tokenizer", "no_encoder", "no_adapter",
 )  # fmt: skip
 # Reasons that end the request.
 _PERMANENT = {

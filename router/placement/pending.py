@@ -239,7 +239,7 @@ def required_revision(pending: PendingRequest, registered: Revisions) -> str | N
         return None  # its workers may serve the name of a language model, whose revisions are not theirs
     pinned = pending.pinned_revision
     if pending.streaming and pinned:
-        return pinned
+        return pinned if pinned in registered.present else registered.continued.get(pinned, pinned)
     if pending.request.worker:
         return None
     if pinned and (pinned in registered.present or registered.serving is None):

@@ -148,8 +148,8 @@ class Maintenance:
             pending.missing_since = pending.missing_since or now
             return now - pending.missing_since >= self._revision_wait_s
         if pending.streaming and pinned:
-            present = self._cluster.tracker.revisions(request.model, request.tokenizer).present
-            if pinned not in present:
+            known = self._cluster.tracker.revisions(request.model, request.tokenizer)
+            if pinned not in known.present and pinned not in known.continued:
                 pending.missing_since = pending.missing_since or now
                 return now - pending.missing_since >= self._revision_wait_s
         pending.missing_since = 0.0

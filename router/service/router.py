@@ -9,6 +9,7 @@ import asyncio
 import functools
 import heapq
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ from penstock.router.state.cluster_state import ClusterListener, ClusterState
 from penstock.router.state.holders import keys_view
 from penstock.router.state.router_metrics import Metrics
 from penstock.router.state.target_loads import ENCODE
-from penstock.schemas import contents, jobs, requests, wire
+from penstock.schemas import contents, control, jobs, requests, wire
 from penstock.schemas.cells import CELL, cell_target
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import run_together
@@ -67,6 +68,8 @@ LONGEST_REASON = 200  # characters
 DRAIN_S = 3.0
 ABSENT_S = 1.0  # without a worker of its model, until a request falls back: one may just be registering again
 READ_AT_ONCE = 16  # requests that were left in the log; each may be as large as a message
+WAKE_LOOK_S = 0.1  # between two looks whether requests wait whose model's workers sleep
+WAKE_AGAIN_S = 5.0  # for one to wake up, before another is asked
 DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again for which there is no space
 
 
@@ -192,6 +195,7 @@ class Router:
         if stalled_after_s:
             watching = watch(self._bus, self.cluster, self.metrics, stalled_after_s, recovery.on_stalled)
             self.tasks.spawn(watching, name="watchdog")
+        self.tasks.spawn(self._wake_sleepers(), name="wake")
         if self._settings.resteer_after_s:
             resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
             self.tasks.spawn(resteering, name="resteering")
@@ -232,6 +236,24 @@ class Router:
         await self.tenants.stop()
         await self.deletion.stop()
         await self.cluster.stop()
+
+    async def _wake_sleepers(self) -> None:
+        """Wake a worker for requests that wait and no other takes, of each model one at a time; never returns."""
+        asked: dict[str, float] = {}  # worker -> when
+        while True:
+            await asyncio.sleep(WAKE_LOOK_S)
+            tracker, now = self.cluster.tracker, time.monotonic()
+            if not tracker.sleepers or not len(self.held) or not self._bus.connected:
+                continue
+            asked = {worker: at for worker, at in asked.items() if worker in tracker.sleepers}
+            for model in {pending.request.model for pending in self.held}:
+                asked_at = {each.worker: asked.get(each.worker, 0.0) for each in tracker.asleep(model)}
+                if not asked_at or now - max(asked_at.values()) < WAKE_AGAIN_S:
+                    continue
+                worker = min(asked_at, key=lambda each: (asked_at[each], each))
+                asked[worker] = now
+                log.info("worker_woken", worker=worker, model=model)
+                await self._bus.nc.publish(self._bus.subjects.control(worker), wire.encode(control.Wake()))
 
     def _space(self, priority: Priority) -> int:
         """Further requests of a class that may be read from the log."""

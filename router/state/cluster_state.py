@@ -209,13 +209,14 @@ class ClusterState:
         return slow | {name for name, worker in workers if worker.registration.connection in broken}
 
     def steps(self) -> dict[str, tuple[int, int]]:
-        """Of workers with requests, and stalled ones: epoch, and steps of the engine by its last renewal (-1: unknown).
+        """Of workers with requests, and stalled ones: epoch, and steps of the engine by its last renewal (-1: unknown,
+        or it makes none for now).
 
         Thousands may have none, and engines without work make no steps.
         """
         found = map(self.registry.members.get, self.tracker.busy() | self.stalled)
         members = (member.registration for member in found if member is not None)
-        return {each.worker: (each.epoch, each.load.steps) for each in members}
+        return {each.worker: (each.epoch, -1 if each.rests else each.load.steps) for each in members}
 
     def registrations(self) -> list[fleet.Registration]:
         """All workers, with their load as of the last renewal."""

@@ -74,6 +74,7 @@ class LoadTracker:
         loads: the loads of registered targets, column by column.
         requests: attempts that have not ended, by request; ``stage_loads`` has what each is at several targets.
         keys: of prompts' blocks, by request.
+        sleepers: workers that are asleep.
         tokens_per_s: at which an estimated backlog drains.
     """
 
@@ -82,8 +83,9 @@ class LoadTracker:
         self.tokens_per_s = prefill_tokens_per_s
         self._kv_events = kv_events
         self.keys: dict[str, Sequence[int]] = {}  # of prompts, by request
-        self._registrations: dict[str, Registration] = {}  # of reserved workers as if they were draining
+        self._registrations: dict[str, Registration] = {}  # of workers that take nothing as if they were draining
         self._given: dict[str, Registration] = {}  # as they came
+        self.sleepers: set[str] = set()
         self._alone: dict[str, set[str]] = {}  # by worker: requests that run alone there
         self._suspects: Counter[str] = Counter()  # by worker, those that run alone left out
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
@@ -104,6 +106,7 @@ class LoadTracker:
         """Add or update a worker."""
         old = self._registrations.get(registration.worker)
         self._given[registration.worker] = registration
+        (self.sleepers.add if registration.weights.asleep else self.sleepers.discard)(registration.worker)
         registration = self._registrations[registration.worker] = self._marked(registration)
         self._clear_caches()
         for rank in range(registration.dp_size, old.dp_size if old is not None else 0):
@@ -118,6 +121,7 @@ class LoadTracker:
         """
         registration = self._registrations.pop(worker, None)
         self._given.pop(worker, None)
+        self.sleepers.discard(worker)
         self._clear_caches()
         for rank in range(registration.dp_size if registration is not None else 0):
             self.loads.remove((worker, rank))
@@ -133,6 +137,11 @@ class LoadTracker:
 
     def workers(self) -> list[Registration]:
         return list(self._registrations.values())
+
+    def asleep(self, model: str) -> list[Registration]:
+        """The workers of a model that sleep, and take requests once they are awake."""
+        given = [self._given[each.worker] for each in self.serving(model)] if self.sleepers else []
+        return [each for each in given if each.weights.asleep and not each.weights.paused and not each.leaves]
 
     def targets(self, now_ns: int, model: str) -> list[RoutingTarget]:
         """All targets of a model with their load, sorted by worker and rank."""
@@ -230,8 +239,8 @@ class LoadTracker:
         return any(self._alone.get(each.worker, {request}) - {request} for each in self.serving(model))
 
     def _marked(self, registration: Registration) -> Registration:
-        """A worker that runs a request alone takes nothing else, as one that drains."""
-        if registration.worker not in self._alone:
+        """A worker that runs a request alone, is paused or asleep takes nothing else, as one that drains."""
+        if registration.worker not in self._alone and not registration.rests:
             return registration
         return msgspec.structs.replace(registration, state=WorkerState.draining)
 

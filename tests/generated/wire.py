@@ -89,6 +89,8 @@ CHANNELS = (
             "everybody"),
     Channel("$KV.ps_adapters.<adapter>", "KV_ps_adapters", (fleet.AdapterEntry,), ("adapter_entry",), "gateways",
             "workers"),
+    Channel("$KV.ps_weights.<model>", "KV_ps_weights", (fleet.WeightsEntry,), ("weights_entry",), "gateways",
+            "workers"),
     Channel("$KV.ps_routers.<router>", "KV_ps_routers", (routers.Member,), ("router",), "that router",
             "routers and gateways"),
     Channel("$KV.ps_deleted.<request>", "KV_ps_deleted", (deletions.Deletion,), ("deletion",),

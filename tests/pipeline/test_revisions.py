@@ -15,13 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import DEMO, TINY, revision
 from penstock.schemas.fleet import Registration
 from tests import standins
+from tests.adapters import other_weights
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import (
     ROOT,
@@ -48,12 +47,8 @@ PATH = "/v1/completions"
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two revisions of one model: the same tokenizer and sizes, other weights."""
     home = tmp_path_factory.mktemp("models")
-    one, two = (Path(shutil.copytree(TINY, home / name)) for name in ("one", "two"))
-    weights = load_file(two / "model.safetensors")
-    noise = torch.Generator().manual_seed(1)
-    for name, tensor in weights.items():
-        weights[name] = tensor + (torch.randn(tensor.shape, generator=noise) * 0.05).to(tensor.dtype)
-    save_file(weights, two / "model.safetensors", metadata={"format": "pt"})
+    one = Path(shutil.copytree(TINY, home / "one"))
+    two = other_weights(TINY, home / "two")
     assert (two / "model.safetensors").stat().st_size == (one / "model.safetensors").stat().st_size
     return one, two
 

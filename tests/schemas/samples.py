@@ -218,6 +218,18 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_of_weights_that_changed": (
+        fleet.Registration(
+            *("w", "tiny", "aggregated", "native", 1, 32, 100, 8, 4096),
+            revision="0f",
+            weights=fleet.WeightsState(3, "0a", 7, "there is no such folder", True, True, "0e", 1.5),
+        ),
+        fleet.decode,
+    ),
+    "weights_entry": (
+        fleet.WeightsEntry("tiny", 3, "steps/300", "0a", "0f", "0e", fleet.CONTINUE, fleet.FINISH, 60.0),
+        fleet.decode_weights,
+    ),
     "adapter_entry": (fleet.AdapterEntry("poet", "tiny", "poets/one"), fleet.decode_adapter),
     "adapter_entry_of_one_that_was_unloaded": (
         fleet.AdapterEntry("poet", "tiny", unloaded=True),
@@ -468,6 +480,15 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "done_with_its_engine": (
         done.Done(
             REQUEST.id, "tiny", 1, timings=done.Timings(made_with=done.MadeWith("2f6c", "vllm", "penstock 0.1.0"))
+        ),
+        done.decode,
+    ),
+    "done_of_weights_that_changed": (
+        done.Done(
+            REQUEST.id,
+            "tiny",
+            1,
+            timings=done.Timings(made_with=done.MadeWith("2f6c", before=(done.EarlierRevision("1e5b", (3, 0)),))),
         ),
         done.decode,
     ),
@@ -803,6 +824,8 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "dump_kv": (control.DumpKv(page=3), control.decode_worker),
     "drain": (control.Drain(stay_down=True), control.decode_worker),
     "drain_to_restart": (control.Drain(), control.decode_worker),
+    "sleep": (control.Sleep(30.0), control.decode_worker),
+    "wake": (control.Wake(), control.decode_worker),
     "release": (control.Release("t-1", "w-2"), control.decode_worker),
     "push": (
         control.Push("t-1", "w-2", ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schemas.fleet import Registration, WorkerState, reads, revisions
+from penstock.schemas.fleet import Registration, WeightsState, WorkerState, reads, revisions
 
 
 def worker(name: str, epoch: int, revision: str, *, role: str = "aggregated", **more: Any) -> Registration:
@@ -46,12 +46,25 @@ def test_the_revision_that_came_first_serves_until_its_last_worker_leaves() -> N
         assert revisions([*draining, *fleet[leaving:]], "").serving == ("old" if leaving < 2 else "new")
 
 
+def test_the_latest_update_of_weights_serves_whoever_came_first() -> None:
+    """A worker that has not followed it, as one of an older build, stands by."""
+    updated = WeightsState(2, before="one")
+    fleet = [
+        worker("a", 1, "zero"),
+        worker("b", 2, "one", weights=WeightsState(1)),
+        worker("c", 3, "two", weights=updated),
+        worker("d", 4, "two", weights=updated),
+    ]
+    assert revisions(fleet, "") == ("two", frozenset({"zero", "one", "two"}), {"one": "two"})
+    assert revisions(fleet[:2], "").serving == "one"
+
+
 def test_a_worker_of_another_tokenizer_or_that_only_encodes_decides_nothing() -> None:
     fleet = [
         worker("a", 1, "foreign", tokenizer="u"),
         worker("b", 2, "encoder", role="encode"),
         worker("c", 3, "own", tokenizer="t"),
     ]
-    assert revisions(fleet, "t") == ("own", frozenset({"own"}))
+    assert revisions(fleet, "t") == ("own", frozenset({"own"}), {})
     assert [reads(w, "t") for w in fleet] == [False, True, True]
     assert revisions(fleet, "").serving == "foreign"

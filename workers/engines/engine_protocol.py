@@ -5,8 +5,9 @@ Everything here is synchronous and used from one thread, the engine thread. No N
 Checks of a request that hold for every engine. Pure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -245,6 +246,10 @@ class Engine(Protocol):
     def adapters(self) -> "AdapterEngine | None":
         """None: it applies no LoRA adapters."""
 
+    @property
+    def weights(self) -> "WeightsEngine | None":
+        """None: its weights stay as they are, on the device."""
+
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
 
@@ -340,6 +345,46 @@ class AdapterEngine(Protocol):
 
     def remove(self, identity: str) -> None:
         """Take no more requests with an adapter; those that were submitted run to their end. In the engine thread."""
+
+
+class WeightsEngine(Protocol):
+    """The additional interface of an engine whose weights change, or leave the device, while it runs. Engine thread."""
+
+    def hold(self) -> None:
+        """Begin no further step until ``proceed``; sequences stay where they are."""
+
+    def proceed(self) -> None: ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is held, and no step is in flight whose tokens are not returned yet."""
+
+    def replace(self, folder: Path, root_of: Callable[[object, int], bytes]) -> None:
+        """Compute with the weights of another folder from now on, while it is ``settled``.
+
+        Its prefix cache is emptied. Sequences that run keep their tokens, and what was computed of them is computed
+        again.
+
+        Args:
+            root_of: the new parent of a sequence's first block, by its key and the number of its generated tokens.
+        Raises:
+            RequestError: the folder's weights cannot be used in the place of these, which stay.
+            EngineError: the device is lost.
+        """
+
+    def sleep(self) -> None:
+        """Move the weights to host memory, and free the KV cache, while it is ``settled``. It stays held.
+
+        Raises:
+            RequestError: this engine cannot; it is as before.
+        """
+
+    def wake(self) -> None:
+        """Bring the weights back; ``proceed`` may be called then.
+
+        Raises:
+            EngineError: they or the KV cache no longer fit.
+        """
 
 
 class KvTransfer(Protocol):

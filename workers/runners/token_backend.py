@@ -26,10 +26,12 @@ from penstock.workers.runners.token_runner import TokenPace, TokenRunner
 from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext
+from penstock.workers.session.weights import DeviceTurn, WeightsTable
 
 log = structlog.get_logger("worker")
 
 JOIN_S = 10.0
+TURN_POLL_S = 0.1
 
 
 class TokenBackend:
@@ -51,6 +53,8 @@ class TokenBackend:
         self._vision: VisionEngine | None = None
         self._grammars: Grammars | None = None
         self._adapters: AdapterTable | None = None
+        self._weights: WeightsTable | None = None
+        self._turn = DeviceTurn(settings.share_device) if settings.share_device else None
 
     async def start(self) -> None:
         """Load the model's description and begin to build the engine.
@@ -66,6 +70,9 @@ class TokenBackend:
             self._loop.call_soon_threadsafe(self._events.stop)
 
         def build() -> Engine:
+            if self._turn is not None:
+                while not self._turn.take():
+                    time.sleep(TURN_POLL_S)
             engine = build_engine(settings, path, asked, failed)
             if settings.event_plane == "nats":
                 return engine
@@ -95,6 +102,7 @@ class TokenBackend:
             TransportUnavailable: a transport is needed and cannot be opened.
         """
         assert self._thread is not None
+        settings = self._settings
         engine = await asyncio.to_thread(self._thread.wait_ready)
         self._info = engine.info
         self.load_seconds = engine.info.load_seconds
@@ -114,6 +122,17 @@ class TokenBackend:
                 self._events.registration_changed,
             )
             await self._adapters.start()
+        if engine.weights is not None and settings.event_plane == "nats":
+            stays = "other workers reach its KV cache" if self._transport is not None else ""
+            self._weights = WeightsTable(
+                self._engine_loop.call,
+                settings,
+                self._described.path,
+                served,
+                self._events.registration_changed,
+                stays=stays,
+                turn=self._turn,
+            )
         self._metrics.engine_built(served.name, engine.info)
         return served
 
@@ -173,11 +192,14 @@ class TokenBackend:
             self._grammars,
             self._pace,
             self._adapters,
+            self._weights,
         )
 
     async def close(self) -> None:
         if self._adapters is not None:
             self._adapters.close()
+        if self._turn is not None:
+            self._turn.leave()
         if self._transport is not None:  # before the memory that it registered is freed
             await asyncio.to_thread(self._transport.close)
 

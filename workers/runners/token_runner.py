@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Coroutine, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, Tr
 from penstock.infra.fair_queue import QueueLimits
 from penstock.infra.process.scheduling import CoreWaits
 from penstock.schemas import done, fleet, jobs, kv, requests
-from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.control import Ok, Push, Pushed, Release, Sleep, Wake
 from penstock.schemas.errors import Code
 from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
@@ -51,6 +51,7 @@ from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit, already_over, sequence_requests
 from penstock.workers.session.terminal_events import SETTLE_S
+from penstock.workers.session.weights import WeightsTable
 
 LOOK_S = 1.0
 WINDOW_S = 30.0  # the measure is of this window and of the one before it; longer until there is enough to measure
@@ -173,6 +174,15 @@ TRIAL_LIMITS = QueueLimits(1 << 16, 1 << 30, 1 << 16, 1 << 30)  # and a worker t
 FENCE_S = 10.0  # how long a fenced session waits for the engine's step to end
 
 
+class _Parked(NamedTuple):
+    """A request that is to be submitted later. ``revision``: what ``reservation`` and ``opaque`` were computed with."""
+
+    running: RunningRequest
+    revision: str
+    reservation: BlockReservation | None = None
+    opaque: bytes = b""
+
+
 class TokenRunner:
     """
     Args:
@@ -183,6 +193,7 @@ class TokenRunner:
         grammars: of the engine, if it applies constraints.
         pace: of the worker, over all its sessions.
         adapters: LoRA adapters of the engine, if it applies any; likewise.
+        weights: of the engine, if they can change or sleep; likewise.
     Attributes:
         disaggregation: the stages of requests that other workers begin or continue.
         publisher: publishes what the engine has computed.
@@ -199,6 +210,7 @@ class TokenRunner:
         grammars: Grammars | None = None,
         pace: TokenPace | None = None,
         adapters: AdapterTable | None = None,
+        weights: WeightsTable | None = None,
     ) -> None:
         self.slots = info.slots
         self.queue = max(1, int(info.slots * QUEUE_SHARE))
@@ -214,6 +226,8 @@ class TokenRunner:
         self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
         self._pace = pace if pace is not None else TokenPace(context.settings.role)
         self._adapters = adapters
+        self._weights = weights
+        self._parked: dict[str, _Parked] = {}  # by request: what waits for the weights
         self._core_waits = CoreWaits()
         self._steps_seen = -1
         self._asked = 0.0
@@ -232,6 +246,9 @@ class TokenRunner:
         return admit(job, request, delivery, self._context.model.detokenizer)
 
     async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        if self._of_other_weights(running, stage_input):
+            self._terminal.requeue(running, "its first tokens came from another revision of the model")
+            return
         for sequence in running.sequences:
             finish = already_over(sequence, running.request)
             if finish is not None and running.outcomes[sequence.index] is None:
@@ -244,6 +261,16 @@ class TokenRunner:
             self._run_stage(running, self._compile(self._grammars, running, stage_input), self._compiling)
         else:
             self._start(running, stage_input)
+
+    def _of_other_weights(self, running: RunningRequest, stage_input: StageInput | None) -> bool:
+        """Whether other weights than these drew tokens of a request, and nobody asked these to continue."""
+        if self._weights is None or running.job is None or not any(each.tokens for each in running.sequences):
+            return False
+        drew, now = running.job.decision.revision, self._context.model.revision
+        if drew in ("", now):
+            return False
+        running.revisions = (done.EarlierRevision(drew, tuple(len(each.tokens) for each in running.sequences)),)
+        return stage_input is None and drew != self._weights.shown.before
 
     async def _compile(self, grammars: Grammars, running: RunningRequest, stage_input: StageInput | None) -> None:
         """Start a request once its constraint is compiled. That takes milliseconds, and the engine does not wait."""
@@ -313,6 +340,10 @@ class TokenRunner:
     ) -> None:
         """Give a request to the engine, with KV that was fetched for it or with what the engine needs to fetch it."""
         context = self._context
+        # What another worker has begun does not wait for what runs here to end.
+        if self._weights is not None and self._weights.holds and (self._weights.frozen or not running.prefilled):
+            self._parked[running.request.id] = _Parked(running, context.model.revision, reservation, opaque)
+            return
         submitted = sequence_requests(
             running,
             context.model.revision,
@@ -342,6 +373,45 @@ class TokenRunner:
             running.handing_off = True
             self._run_stage(running, self.disaggregation.send_prefilled(running))
 
+    # --- waiting for the weights (``RequestHolder``) ---
+
+    def begun(self) -> int:
+        count = len(self._requests.running) - len(self._parked)
+        return count or int(self._terminal.pending or self.holds_leases)
+
+    async def park_waiting(self) -> None:
+        waiting = [each for each in self._requests.running.values() if not each.started_ns]
+        groups = [running.sequences for running in waiting]
+
+        def take_back(engine: Engine) -> list[bool]:
+            return [
+                not any(each.started_ns for each in sequences) and sum(engine.cancel(each) for each in sequences) > 0
+                for sequences in groups
+            ]
+
+        for running, taken in zip(waiting, await asyncio.wrap_future(self._engine.call(take_back)), strict=True):
+            if not taken or self._requests.running.get(running.request.id) is not running:
+                continue
+            if running.prefilled:  # the KV that came for it went with its sequences
+                self._terminal.requeue(running, "its worker's weights change")
+            else:
+                self._parked[running.request.id] = _Parked(running, self._context.model.revision)
+
+    @property
+    def parked(self) -> int:
+        return len(self._parked)
+
+    def submit_parked(self) -> None:
+        parked, self._parked = self._parked, {}
+        for running, revision, reservation, opaque in parked.values():
+            if reservation is not None and revision != self._context.model.revision:
+                self._release_reservation(reservation)
+                reservation = None
+            self._submit(running, reservation, opaque if revision == self._context.model.revision else b"")
+
+    def _release_reservation(self, reservation: BlockReservation) -> None:
+        self._engine.call(lambda engine: kv_transfer_of(engine).release(reservation))
+
     # --- early ends ---
 
     def accepts_stop(self, running: RunningRequest) -> bool:
@@ -352,6 +422,9 @@ class TokenRunner:
 
     def free(self, running: RunningRequest, cancel: bool) -> None:
         self._pace.count(running, time.time_ns())
+        parked = self._parked.pop(running.request.id, None)
+        if parked is not None and parked.reservation is not None:
+            self._release_reservation(parked.reservation)
         if running.block_wait is not None:
             self._engine.cancel_wait(running.block_wait)
         self.publisher.forget(running)
@@ -387,6 +460,9 @@ class TokenRunner:
         if self._adapters is not None:
             await self._adapters.follow(self._context.bus)
             self._context.tasks.spawn(self._adapters.keep(), name="adapters")
+        if self._weights is not None:
+            await self._weights.follow(self._context, self)
+            self._context.tasks.spawn(self._weights.keep(), name="weights")
 
     async def fence(self) -> None:
         await end(self._compiling)
@@ -400,6 +476,8 @@ class TokenRunner:
     async def close(self) -> None:
         if self._adapters is not None:
             await self._adapters.unfollow()
+        if self._weights is not None:
+            await self._weights.unfollow()
         await self.disaggregation.close()
         await end(self.stage_tasks | self._compiling)
         await self._trials.close()
@@ -459,6 +537,7 @@ class TokenRunner:
             source=model.source,
             adapters=adapters.registered() if adapters else (),
             adapter_slots=adapters.slots if adapters else 0,
+            weights=fleet.FIXED if self._weights is None else self._weights.shown,
         )
 
     def _endpoint(self) -> Endpoint | None:
@@ -482,6 +561,8 @@ class TokenRunner:
         self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace)
         self._context.metrics.paced(*self._pace.measured)
         self._core_waits.look(now)
+        if self._weights is not None and self._weights.watches:
+            self._weights.look(now)
         steps = self._engine.steps
         if steps != self._steps_seen or now - self._asked > IDLE_STATS_S:  # an idle engine is left asleep
             self._steps_seen, self._asked = steps, now
@@ -500,6 +581,9 @@ class TokenRunner:
 
     async def push(self, order: Push) -> Pushed:
         return await self.disaggregation.push(order)
+
+    async def rest(self, order: Sleep | Wake) -> Ok:
+        return await self._weights.rest(order) if self._weights is not None else Ok("its engine does not sleep")
 
 
 def _free_media(engine: Engine, media: MediaReservation) -> None:

@@ -177,13 +177,19 @@ def cancel_subscriber(broker: BusBroker, subjects: Subjects) -> Subscriber:
 
 
 def control_subscribers(broker: BusBroker, subjects: Subjects, worker: str) -> tuple[Subscriber, Subscriber]:
-    """Where a worker is asked for its dump, to drain, to push blocks and to release them; and to drain only."""
+    """Where a worker is asked for its dump, to drain, to push blocks and to release them; and to drain or rest only."""
     decode, several = control.decode_worker, MAX_CONTROL_REQUESTS  # a push of blocks takes as long as its transfer
     return (
         broker.orders(
             subjects.control(worker), decode, payload=control.WorkerControl, title="Control", at_once=several
         ),
-        broker.orders(subjects.drain(worker), decode, payload=control.Drain, title="Drain", at_once=several),
+        broker.orders(
+            subjects.drain(worker),
+            decode,
+            payload=control.Drain | control.Sleep | control.Wake,
+            title="Drain",
+            at_once=several,
+        ),
     )
 
 
@@ -474,8 +480,8 @@ class WorkerProcess:
 
         @drains
         async def on_drain(order: control.WorkerControl) -> bytes:
-            if not isinstance(order, control.Drain):  # who may have workers drain may not have them move blocks
-                return wire.encode(control.Ok("only drain"))
+            if not isinstance(order, control.Drain | control.Sleep | control.Wake):  # it may not have them move blocks
+                return wire.encode(control.Ok("only drain, sleep and wake"))
             return await self._control(session, order)
 
         for subscriber in (requests, drains):
@@ -489,6 +495,8 @@ class WorkerProcess:
             self._drained_status = control.DRAINED if order.stay_down else EXIT_OK
             self._stopping.ask()
             return wire.encode(control.Ok())
+        if isinstance(order, control.Sleep | control.Wake):
+            return wire.encode(await session.rest(order))
         if isinstance(order, control.Push):
             return wire.encode(await session.push(order))
         return wire.encode(session.release(order))

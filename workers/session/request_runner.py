@@ -15,7 +15,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import fleet, jobs, requests
-from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.control import Ok, Push, Pushed, Release, Sleep, Wake
 from penstock.schemas.kv import KvDump
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
@@ -26,8 +26,8 @@ from penstock.workers.session.terminal_events import Reporter, TerminalEvents
 StageInput = Prefilled | Encoded
 
 
-class ServedModel(msgspec.Struct, frozen=True):
-    """A worker's model, apart from the engine."""
+class ServedModel(msgspec.Struct):
+    """A worker's model, apart from the engine. ``revision`` changes with its weights."""
 
     name: str
     aliases: tuple[str, ...]
@@ -130,3 +130,6 @@ class RequestRunner(Protocol):
     def release(self, order: Release) -> Ok: ...
 
     async def push(self, order: Push) -> Pushed: ...
+
+    async def rest(self, order: Sleep | Wake) -> Ok:
+        """Move the weights to host memory, or back."""

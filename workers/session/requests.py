@@ -65,6 +65,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     grammar: object = None  # keeps the compiled constraint until its sequences have copies of it
     block_wait: BlockWait[Any] | None = None  # for blocks, into which data from another worker comes
     stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
+    revisions: tuple[done.EarlierRevision, ...] = ()  # of weights that were replaced while it ran
 
     @property
     def alone(self) -> bool:
@@ -331,7 +332,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
             ended_ns=now_ns,
             streamed_ns=running.job.streamed_ns if running.job is not None else 0,
             earlier_workers=_earlier_workers(running, worker),
-            made_with=_with_fallback(made_with, request),
+            made_with=_made_with(made_with, running),
             router=running.job.decision.router if running.job is not None else "",
         ),
         code=code,
@@ -344,8 +345,9 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
     )
 
 
-def _with_fallback(made_with: done.MadeWith, request: GenerateRequest) -> done.MadeWith:
-    return msgspec.structs.replace(made_with, fallback=request.fallback) if request.fallback else made_with
+def _made_with(made_with: done.MadeWith, running: RunningRequest) -> done.MadeWith:
+    fallback, before = running.request.fallback, running.revisions
+    return msgspec.structs.replace(made_with, fallback=fallback, before=before) if fallback or before else made_with
 
 
 def _earlier_workers(running: RunningRequest, worker: str) -> tuple[EarlierWorker, ...]:

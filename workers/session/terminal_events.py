@@ -34,7 +34,7 @@ TERMINAL_S = 600.0  # how long storing a terminal event is tried; the broker may
 
 
 class Reporter:
-    """All output carries one worker id and epoch."""
+    """All output carries one worker id and epoch. ``made_with`` changes with the worker's weights."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Reporter:
         self._worker = worker
         self._epoch = epoch
         self._metrics = metrics
-        self._made_with = made_with
+        self.made_with = made_with
         self._next_batch = 0
 
     async def items(self, address: str, items: tuple[TokenItem, ...]) -> None:
@@ -82,7 +82,7 @@ class Reporter:
             ServingError: it could not be stored for ten minutes.
         """
         request = running.request
-        event = terminal(running, self._worker, time.time_ns(), self._made_with)
+        event = terminal(running, self._worker, time.time_ns(), self.made_with)
         self._metrics.ended(event, prefilled=running.prefilled)
         headers = summary.headers_of(event, request)
         if request.no_store:  # its record does not have its output

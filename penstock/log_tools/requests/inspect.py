@@ -108,6 +108,7 @@ def _show_request(inspection: Inspection, console: Console, now_ns: int) -> None
 def _made_with(request: RequestSummary) -> list[str]:
     """What the tokens depend on besides the prompt."""
     parts = [f"revision {request.revision or 'unknown'}"]
+    parts += [f"the first {counted(sum(each.tokens), 'token')} from {each.revision}" for each in request.before]
     parts += [f"engine {request.engine} ({request.build})"] if request.engine else []
     parts += [f"adapter {request.adapter}"] if request.adapter else []
     settings = "" if request.endpoint in NOT_SAMPLED else settings_text(request.sampling)

@@ -246,6 +246,8 @@ def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspectio
         summary = msgspec.structs.replace(summary, revision=_revision(timeline))
     if summary.sampling is None:
         summary = msgspec.structs.replace(summary, sampling=request.sampling, adapter=request.lora)
+    if done is not None and done.timings.made_with is not None:
+        summary = msgspec.structs.replace(summary, before=done.timings.made_with.before)
     if done is not None and not summary.earlier_workers:  # an older release's record
         summary = msgspec.structs.replace(summary, earlier_workers=_earlier_workers(timeline))
     events = timeline.events()

@@ -115,6 +115,7 @@ def _facts(inspection: Inspection) -> Iterator[str]:
         "first token": span(request.ttft_ms),
         "in all": span(request.duration_ms),
         "revision": request.revision,
+        "before": ", ".join(f"{counted(sum(each.tokens), 'token')} of {each.revision}" for each in request.before),
         "engine": f"{request.engine} ({request.build})" if request.engine else "",
         "adapter": request.adapter,
         "sampling": "" if request.endpoint in NOT_SAMPLED else settings_text(request.sampling),

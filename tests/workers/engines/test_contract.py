@@ -24,7 +24,7 @@ from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, S
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import RequestError
 from tests import standins
-from tests.adapters import write_adapter
+from tests.adapters import other_weights, write_adapter
 from tests.workers.engines.contract import (
     ALTERNATIVES,
     BARRED,
@@ -119,6 +119,90 @@ def test_info_has_the_sizes_that_were_asked_for(shared: Driver) -> None:
     assert (info.total_blocks, info.max_batched_tokens) == (POOL, BUDGET)
     assert info.eos_token_ids
     assert info.kv_events
+
+
+# -- weights that change
+
+
+ROOT_2 = b"another revision"
+
+
+@pytest.fixture(scope="module")
+def trained(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of ``make`` with other weights."""
+    return other_weights(subject.quick, tmp_path_factory.mktemp("trained") / "model")
+
+
+def test_other_weights_answer_as_an_engine_that_was_started_with_them(make: Make, trained: Path) -> None:
+    """Sequences that run keep their tokens and go on; nothing that was cached is found again."""
+    driver = make()
+    weights = driver.engine.weights
+    if weights is None:
+        pytest.skip("its weights stay as they are")
+    asked = [ask(number, PROMPT[number:], 12) for number in (0, 1)]
+    before = driver.run(*asked)
+    driver.engine.submit(ask("runs", PROMPT, 24))
+    driver.engine.submit(ask("waits", PROMPT, 12))
+    driver.until(lambda: len(driver.seen.of("runs")) > 3, "some tokens")
+    weights.hold()
+    driver.until(lambda: weights.settled, "the end of the step")
+    weights.replace(trained, lambda key, generated: ROOT_2)
+    kept = driver.seen.tokens("runs")
+    assert not driver.engine.has_work() or not driver.step().outputs
+    assert not driver.fold()
+    weights.proceed()
+    driver.until(lambda: {"runs", "waits"} <= driver.seen.ended(), "their ends")
+    after = driver.run(*(ask(number, PROMPT[number:], 12, base=ROOT_2) for number in (0, 1)))
+    assert set(driver.fold()) >= set(names(PROMPT, ROOT_2))
+    assert not set(driver.fold()) & set(names(PROMPT))
+    driver.idle()
+    fresh = make(model=trained)
+    for number in (0, 1):
+        assert fresh.answer(ask(number, PROMPT[number:], 12)) == after.tokens(number)
+    tokens = driver.seen.tokens("runs")
+    assert tokens[: len(kept)] == kept
+    if driver.engine.info.name != "mock":  # its tokens depend on those before them only
+        assert [after.tokens(number) for number in (0, 1)] != [before.tokens(number) for number in (0, 1)]
+        rest = fresh.answer(ask("runs", PROMPT, 24, generated=kept))
+        assert tokens == kept + rest
+
+
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(make: Make, tmp_path: Path) -> None:
+    driver = make()
+    weights = driver.engine.weights
+    if weights is None:
+        pytest.skip("its weights stay as they are")
+    whole = driver.answer(ask(0, PROMPT, 12))
+    weights.hold()
+    with pytest.raises(RequestError) as refused:
+        weights.replace(tmp_path / "missing", lambda key, generated: ROOT_2)
+    assert "missing" in refused.value.message
+    weights.proceed()
+    seen = driver.run(ask(0, PROMPT, 12))
+    assert seen.tokens() == whole
+    assert seen.cached() > 0
+
+
+def test_an_engine_that_slept_answers_as_before_without_its_cache(make: Make) -> None:
+    driver = make()
+    weights = driver.engine.weights
+    if weights is None:
+        pytest.skip("it does not sleep")
+    whole = driver.answer(ask(0, PROMPT, 12))
+    for _ in range(2):
+        weights.hold()
+        weights.sleep()
+        driver.engine.submit(ask("early", PROMPT, 12))
+        driver.step()
+        assert not driver.engine.has_work()
+        assert not driver.fold()
+        weights.wake()
+        weights.proceed()
+        driver.until(lambda: "early" in driver.seen.ended(), "its end")
+        assert driver.seen.tokens("early")[-12:] == whole
+        assert driver.seen.cached("early") == 0
+        driver.idle()
+        driver.seen = type(driver.seen)(events=driver.seen.events)
 
 
 # -- tokens

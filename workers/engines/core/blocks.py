@@ -93,6 +93,17 @@ class HostCache:
                 return self.names.pop(name)
         return None
 
+    def forget(self) -> None:
+        """Remove all names, and the copies that are planned: what the slots hold is no longer valid."""
+        if self.kv_events and self.names:
+            self._events.append(Removed(b"".join(self.names), tier=HOST))
+        self.free += self.names.values()
+        self.names.clear()
+        self.parents.clear()
+        self._pinned.clear()
+        self._loading.clear()
+        self._saves, self._loads = {}, []
+
     def match(self, digests: Seq[bytes], start: int, limit: int) -> list[bytes]:
         """Names of ``digests[start:limit]`` that are here, up to the first that is not."""
         matched = []
@@ -277,6 +288,18 @@ class BlockManager:
             return False
         self.unused.append(self._evict_one())
         return True
+
+    def forget(self) -> None:
+        """Remove all names: what the blocks hold is no longer valid. Those that are held stay held."""
+        while self.evict():
+            pass
+        for name, block in self.cache.items():
+            self.names[block] = None
+            if self.kv_events:
+                self._removed.append(name)
+        self.cache.clear()
+        if self.host is not None:
+            self.host.forget()
 
     def shared(self, block: int) -> bool:
         """Whether more than one table holds a block."""

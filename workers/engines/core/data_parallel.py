@@ -23,6 +23,7 @@ from penstock.workers.engines.engine_protocol import (
     Started,
     StepResult,
     VisionEngine,
+    WeightsEngine,
 )
 
 
@@ -39,6 +40,7 @@ class DataParallelEngine:
         self.vision: VisionEngine | None = None
         self.grammars: Grammars | None = engines[0].grammars  # shared by all
         self.adapters: AdapterEngine | None = None
+        self.weights: WeightsEngine | None = None
         self._engines = engines
         self._pause = pause
         self._rank_of: dict[object, int] = {}

@@ -32,6 +32,7 @@ from penstock.workers.engines.engine_protocol import (
     RequestError,
     SequenceRequest,
     StepResult,
+    WeightsEngine,
 )
 
 Key = tuple[bytes, int]  # digest, tokens: what is in the slots depends on both
@@ -329,6 +330,7 @@ class EncodeEngine:
         self.vision = EmbeddingPool(encoder)
         self.grammars: Grammars | None = None
         self.adapters: AdapterEngine | None = None
+        self.weights: WeightsEngine | None = None
 
     def submit(self, request: SequenceRequest) -> None:
         """

@@ -11,6 +11,7 @@ The state of a scheduler in numbers, as engines report it. Pure.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -150,6 +151,67 @@ class Adapters:
         return found
 
 
+class WeightStore(Protocol):
+    """Where the weights and the KV cache of an engine are. Nothing is computed while it is called."""
+
+    def replace(self, folder: Path) -> Executor | OverlapExecutor | None:
+        """Put a folder's weights in the place of the present ones; what computes from now on, None: as before.
+
+        Raises:
+            RequestError: they cannot be used; the present ones stay.
+            EngineError: the device is lost.
+        """
+
+    def sleep(self) -> None:
+        """Move the weights to host memory, and free the pools and what computes with them.
+
+        Raises:
+            RequestError: this engine cannot.
+        """
+
+    def wake(self) -> Executor | OverlapExecutor:
+        """Bring them back; what computes from now on.
+
+        Raises:
+            EngineError: they no longer fit.
+        """
+
+
+class ReplaceableWeights:
+    """Implements ``engine_protocol.WeightsEngine``."""
+
+    def __init__(self, engine: "ScheduledEngine", store: WeightStore) -> None:
+        self._engine, self._scheduler = engine, engine.scheduler
+        self._store = store
+
+    def hold(self) -> None:
+        self._scheduler.held = True
+
+    def proceed(self) -> None:
+        self._scheduler.held = False
+
+    @property
+    def settled(self) -> bool:
+        return self._scheduler.settled
+
+    def replace(self, folder: Path, root_of: Callable[[object, int], bytes]) -> None:
+        if self._engine.vision is not None:
+            raise RequestError(Code.unsupported, "weights of models that take images are not replaced; restart workers")
+        executor = self._store.replace(folder)
+        if executor is not None:
+            self._engine.compute_with(executor)
+        self._scheduler.begin_anew(root_of)
+
+    def sleep(self) -> None:
+        if self._engine.vision is not None:
+            raise RequestError(Code.unsupported, "a worker whose model takes images does not sleep")
+        self._store.sleep()
+        self._scheduler.begin_anew()
+
+    def wake(self) -> None:
+        self._engine.compute_with(self._store.wake())
+
+
 class InflightStep(NamedTuple):
     """A step that was launched and not yet committed."""
 
@@ -172,6 +234,7 @@ class ScheduledEngine:
         grammars: compiles constraints; None: requests with one are refused.
         adapters: LoRA adapters, in the scheduler's slots; None: requests with one are refused.
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
+        store: of the weights; None: they stay as they are.
     Attributes:
         hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
         executor, scheduler: as given.
@@ -190,6 +253,7 @@ class ScheduledEngine:
         *,
         grammars: ConstraintCompiler | None = None,
         adapters: Adapters | None = None,
+        store: WeightStore | None = None,
     ) -> None:
         assert speculation is None or executor is not None
         assert (copier is None) == (scheduler.blocks.host is None)
@@ -210,6 +274,7 @@ class ScheduledEngine:
         owned = executor if executor is not None else ahead
         assert owned is not None
         self._owned: Executor | OverlapExecutor = owned
+        self.weights = ReplaceableWeights(self, store) if store is not None else None
         self._may_lack_embeddings = False  # a sequence was accepted without its embeddings
 
     def submit(self, request: SequenceRequest) -> None:
@@ -308,6 +373,15 @@ class ScheduledEngine:
             result = self.scheduler.commit(done.plan, done.launched.result(), done.scoring)
             failures = done.failures + failures
         return self._result(result, failures)
+
+    def compute_with(self, executor: Executor | OverlapExecutor) -> None:
+        """Compute the next steps with another executor of the same kind; none is in flight."""
+        assert self.inflight is None
+        self._owned = executor
+        if self.executor is not None:
+            self.executor = executor  # type: ignore[assignment]
+        else:
+            self.ahead = executor  # type: ignore[assignment]
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(scheduler_stats(self.scheduler), logits_errors=self._processors.errors.count)

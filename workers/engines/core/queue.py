@@ -276,7 +276,7 @@ class Queue:
     def remove(self, sequence: Sequence) -> None:
         """It was cancelled."""
         del self.waiting[sequence.key]
-        self._unreserve(sequence)
+        self.unreserve(sequence)
         if self._fair is not None and not sequence.started:
             self._fair.remove(sequence.key)
         self._unshare()
@@ -308,8 +308,8 @@ class Queue:
                 return self._blocks.available - self._blocks.left(need.hits, need.fresh)
         return 0
 
-    def _unreserve(self, sequence: Sequence) -> None:
-        """A sequence starts, or is cancelled, and no longer needs its reservation."""
+    def unreserve(self, sequence: Sequence) -> None:
+        """A sequence starts, is cancelled, or is to be computed here: it no longer needs its reservation."""
         reservation, sequence.reservation = sequence.reservation, None
         if reservation is not None:
             self.reserved -= 1
@@ -319,7 +319,7 @@ class Queue:
         """Free the last waiting sequence's reservation for a running one; False: none can be given up."""
         for sequence in reversed(self.waiting.values()) if self.reserved else ():
             if sequence.reservation is not None and all(span.slots for span in sequence.media):
-                self._unreserve(sequence)
+                self.unreserve(sequence)
                 return True
         return False
 
@@ -360,7 +360,7 @@ class Queue:
         """Nothing runs, so nothing else frees blocks: reclaim reservations, last first, until the head fits."""
         for sequence in [*(each for each in reversed(self.waiting.values()) if each is not head), head]:
             if sequence.reservation is not None:
-                self._unreserve(sequence)
+                self.unreserve(sequence)
                 admission = self._try_admit(head, ())
                 if admission is not None:
                     return admission
@@ -395,7 +395,7 @@ class Queue:
         self._unshare()
         sequence.blocks = table
         self.adapters.take(sequence)
-        self._unreserve(sequence)
+        self.unreserve(sequence)
         return AdmittedSequence(sequence, computed, need.named)
 
     def _need(self, sequence: Sequence) -> _BlockNeed:

@@ -409,6 +409,11 @@ class RunningSequences:
                 return False
         return True
 
+    def preempt_all(self) -> None:
+        """While no step is in flight."""
+        while self.sequences:
+            self._preempt(self.sequences.pop())
+
     def _preempt(self, sequence: Sequence) -> None:
         self._free(sequence)
         sequence.computed = sequence.named = 0

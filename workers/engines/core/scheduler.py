@@ -16,14 +16,16 @@ From a request to a sequence: validated, with the names of its blocks and the co
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
+from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.drafts import DraftCounts
 from penstock.workers.engines.core.queue import AdapterSlots, PinnedBlocks, Queue, Reservations
@@ -139,6 +141,7 @@ class Scheduler:
         running: sequences that have blocks, in admission order.
         reservations: blocks for prompts that arrive from other workers.
         drafts: counts of proposed and accepted tokens.
+        held: plan nothing; what is in flight may be committed.
         pinned: blocks of prompts that other workers fetch.
     """
 
@@ -166,6 +169,7 @@ class Scheduler:
         self.running = RunningSequences(block_size, self.kv_cache, self.queue, self.pinned, self._inflight, self.report)
         self._block_size = block_size
         self._max_running = config.max_running
+        self.held = False
         self.by_key: dict[object, Sequence] = {}
 
     # -- between steps ---------------------------------------------------------------------------------------
@@ -206,10 +210,35 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Sequences wait and none runs: all blocks are pinned for handoffs, which must end first."""
-        return bool(self.queue) and not self.running and not self.running.ending
+        return bool(self.queue) and not self.running and not self.running.ending and not self.held
 
     def has_work(self) -> bool:
-        return bool(self.by_key or self._inflight or self.report or self.pinned.has_new or self.blocks.has_events)
+        if self.by_key and not self.held:
+            return True
+        return bool(self._inflight or self.report or self.pinned.has_new or self.blocks.has_events)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is held, and no plan is in flight."""
+        return self.held and not self._inflight
+
+    def begin_anew(self, root_of: Callable[[object, int], bytes] | None = None) -> None:
+        """Use nothing again that was computed: sequences that run start over behind their tokens; all names go.
+
+        Args:
+            root_of: the new parent of a sequence's first block, by its key and the number of its generated tokens;
+                None: they keep theirs.
+        """
+        assert self.settled
+        self.running.preempt_all()
+        self.blocks.forget()
+        for sequence in self.by_key.values():
+            self.queue.unreserve(sequence)
+            if root_of is not None:
+                sequence.root = root_of(sequence.key, sequence.output_len)
+                if self.blocks.prefix_cache:
+                    tokens = pack_tokens(sequence.tokens)
+                    sequence.digests = split(chain(tokens, self._block_size, sequence.root, sequence.extra))
 
     # -- schedule --------------------------------------------------------------------------------------------
 
@@ -217,6 +246,8 @@ class Scheduler:
         """The plan of the next step, in admission order. Blocks of each sequence are allocated."""
         plan: list[ScheduledSequence] = []
         self.scoring.begin()
+        if self.held:
+            return plan
         running, overlapped = self.running, bool(self._inflight)
         if overlapped and running.starved:
             return plan

@@ -43,6 +43,7 @@ from penstock.workers.engines.engine_protocol import (
     Started,
     StepResult,
     VisionEngine,
+    WeightsEngine,
     adapter_missing,
 )
 from penstock.workers.engines.external.constrained import ConstrainedOutputs
@@ -273,6 +274,7 @@ class ExternalEngine(Generic[C]):
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = grammars
         self.adapters = adapters
+        self.weights: WeightsEngine | None = None
         self.adapter = adapter
         self.runtime = runtime
         self._constrained = ConstrainedOutputs(grammars)

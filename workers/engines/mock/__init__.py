@@ -135,7 +135,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         constraints=ALL_CONSTRAINTS if grammars is not None else (),
     )
     adapters = Adapters(slots, options.max_lora_rank, lambda folder: None) if options.max_loras else None
-    engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars, adapters=adapters)
+    engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars, adapters=adapters, store=executor)
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold

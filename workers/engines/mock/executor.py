@@ -18,15 +18,18 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from zlib import crc32
 
 from tokenizers import Tokenizer
 
+from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence, scored_to
+from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
 from penstock.workers.engines.mock.play import is_played, recorded_token
 
@@ -360,6 +363,17 @@ class MockExecutor:
             return self._blocks.seen(sequence)
         assert self._encoder is not None
         return seen([self._encoder.read(span.slots) for span in sequence.media])
+
+    def replace(self, folder: Path) -> None:
+        """It has no weights: its tokens stay the same. This and the following: ``core.engine.WeightStore``."""
+        if not (folder / "config.json").is_file():
+            raise RequestError(Code.invalid_request, f"there is no model in {folder}")
+
+    def sleep(self) -> None:
+        """It has nothing to move."""
+
+    def wake(self) -> "MockExecutor":
+        return self
 
     def memory(self) -> dict[str, Memory]:
         return {} if self._blocks is None else {"kv": self._blocks.memory()}

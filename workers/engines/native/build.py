@@ -5,6 +5,7 @@ The pool of offloaded KV blocks in host memory.
 The engine of an encode worker: vision tower, projector and embeddings, without the language model.
 """
 
+import dataclasses
 import functools
 import os
 import time
@@ -25,6 +26,7 @@ from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.native.executors import (
+    DeviceWeights,
     PreparedModel,
     make_adapters,
     make_executor,
@@ -132,6 +134,7 @@ def build(
         grammars=grammars,
         started=started,
         reload=reload,
+        load_like=lambda folder, on, dtype: _load(folder, on, dataclasses.replace(options, dtype=dtype)),
     )
 
 
@@ -230,6 +233,7 @@ def assemble(
     started: float | None = None,
     reload: Callable[[], Model] | None = None,
     ranks: EngineRanks | None = None,
+    load_like: Callable[[str, torch.device, str], Model] | None = None,
 ) -> ScheduledEngine:
     """Make the engine of a loaded model; raises as ``build`` does.
 
@@ -239,6 +243,7 @@ def assemble(
         started: when loading began, by ``time.perf_counter``; None: now.
         reload: loads the model again if the CUDA kernels do not suit it.
         ranks: the others, of a model that is split.
+        load_like: loads a folder as this model was, onto a device, in a data type; None: weights stay as they are.
     """
     started = time.perf_counter() if started is None else started
     try:
@@ -276,7 +281,14 @@ def assemble(
         pools.window_rows(blocks),
         slots,
     )
-    executor = make_executor(target, pools, encoder, options, limit, applied, ranks)
+    make = functools.partial(
+        make_executor, pools=pools, encoder=encoder, options=options, limit=limit, adapters=applied, ranks=ranks
+    )
+    executor = make(target)
+    store = None
+    if load_like is not None and ranks is None:
+        stays = "the draft model" if draft is not None else "memory of LoRA adapters" if options.max_loras else ""
+        store = DeviceWeights(target, pools, executor, load=load_like, make=make, stays=stays)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
     info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS if grammars is not None else ())
     if (
@@ -293,6 +305,7 @@ def assemble(
             copier,
             grammars=grammars,
             adapters=adapters,
+            store=store,
         )
     return ScheduledEngine(
         info,
@@ -305,6 +318,7 @@ def assemble(
         copier,
         grammars=grammars,
         adapters=adapters,
+        store=store,
     )
 
 

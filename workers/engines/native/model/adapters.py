@@ -66,6 +66,17 @@ def parts_of(model: Any) -> list[Part]:
     return found
 
 
+def places_of(model: Any) -> dict[str, Tensor]:
+    """Where a model, rewritten or not, has the weights of the original: views by their names there."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    places = {name: each.data for name, each in tensors}
+    for part in parts_of(model):
+        for kind in ("weight", "bias", "scale"):
+            if (whole := getattr(part.product, kind, None)) is not None:
+                places[f"{part.path}.{kind}"] = whole.data[part.start : part.start + part.size]
+    return places
+
+
 class ProductSlots:
     """The slots of one product.
 

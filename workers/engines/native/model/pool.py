@@ -64,10 +64,23 @@ class KvPool:
         self.blocks = blocks
         self.block_size = block_size
         self.block_bytes = shape.block_bytes(block_size, dtype)
-        size = (blocks, shape.layers, 2, block_size, shape.kv_heads, shape.head_dim)
-        self.data = zeros(size, dtype, device)
-        self._raw = self.data if dtype.itemsize > 1 else self.data.view(torch.uint8)  # 8-bit floats cannot be indexed
+        self._size, self._dtype, self._device = (
+            (blocks, shape.layers, 2, block_size, shape.kv_heads, shape.head_dim),
+            dtype,
+            device,
+        )
+        self.allocate()
         self.limit = torch.finfo(dtype).max if self.computed != dtype else 0.0
+
+    def allocate(self) -> None:
+        """Have memory, of zeros."""
+        self.data = zeros(self._size, self._dtype, self._device)
+        # 8-bit floats cannot be indexed.
+        self._raw = self.data if self._dtype.itemsize > 1 else self.data.view(torch.uint8)
+
+    def free(self) -> None:
+        """Have none until ``allocate``."""
+        self.data = self._raw = torch.empty(0, dtype=self._dtype, device=self._device)
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
         """Store new tokens.

@@ -1,0 +1,509 @@
+"""A worker's weights while it runs: replaced by those of another folder, or in host memory while it sleeps.
+
+What an operator asks of a model's weights is an entry of a bucket on the broker, so that every worker of the model
+follows it, also one that was down meanwhile: it has the entry's weights before it is registered, or it does not start.
+A request begins with one revision. When weights are replaced, those that run end first or go on with the new ones, and
+nothing that was cached is found again, since the revision is in the names of blocks.
+
+Workers that share a device take turns: one is awake, and holds a lock on a file of the machine. Another that wants to
+wake up holds a second one meanwhile, by which the first learns that it is asked for. Locks end with their processes.
+"""
+
+import asyncio
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.log_tail import LogTail
+from penstock.infra.model import modeldir, text_files
+from penstock.schemas import block_hashes, done, fleet
+from penstock.schemas.control import Ok, Sleep, Wake
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import CONTINUE, FINISH, WeightsEntry, WeightsState
+from penstock.schemas.subjects import token, weights_key
+from penstock.workers.engine_loop.step_output import SequenceState
+from penstock.workers.engines.engine_protocol import Engine, EngineError, RequestError, WeightsEngine
+from penstock.workers.session.request_runner import ServedModel, SessionContext
+from penstock.workers.session.requests import RunningRequest
+
+log = structlog.get_logger("weights")
+
+BUCKET = "weights"
+LOOK_S = 0.02  # between two looks whether running requests have ended, or the device is free
+MOST_REASON = 500  # characters of an error in a registration
+READS = 3  # of a folder that changes meanwhile
+TURN_S = 2.0  # that a worker with requests is awake, at least, before it makes room for another
+ROOM_S = 600.0  # for its running requests to finish then
+
+
+class WeightsError(Exception):
+    """What was asked for cannot be done; everything is as before."""
+
+
+class DeviceTurn:
+    """Which of several workers of one machine is awake. ``name``: of the device; equal for those that share it."""
+
+    def __init__(self, name: str) -> None:
+        folder = Path(tempfile.gettempdir())
+        self._files = [folder / f"penstock-device-{os.getuid()}-{token(name)}.{part}" for part in ("awake", "next")]
+        self._awake, self._next = -1, -1
+
+    @property
+    def held(self) -> bool:
+        return self._awake >= 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another worker waits for its turn."""
+        descriptor = _locked(self._files[1])
+        if descriptor < 0:
+            return True
+        os.close(descriptor)
+        return False
+
+    def take(self) -> bool:
+        """Wake up if the device is free; False: whoever holds it has been asked to sleep, try again soon."""
+        if self._awake < 0:
+            if self._next < 0:
+                self._next = _locked(self._files[1])
+            self._awake = _locked(self._files[0]) if self._next >= 0 else -1
+        if self._awake >= 0 and self._next >= 0:
+            os.close(self._next)
+            self._next = -1
+        return self._awake >= 0
+
+    def leave(self) -> None:
+        """Give the device back, and want it no longer."""
+        for descriptor in (self._awake, self._next):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._awake = self._next = -1
+
+
+def _locked(file: Path) -> int:
+    """A descriptor that holds a file's lock; -1: another process holds it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+class RequestHolder(Protocol):
+    """What runs requests, as its weights see it."""
+
+    def begun(self) -> int:
+        """Requests of which something was computed or is under way, and whose end is not stored."""
+
+    async def park_waiting(self) -> None:
+        """Take back from the engine what it has not begun, and keep it until ``submit_parked``."""
+
+    @property
+    def parked(self) -> int: ...
+
+    def submit_parked(self) -> None: ...
+
+
+class WeightsTable:
+    """Used in the event loop; one for all sessions of a worker.
+
+    Args:
+        call: runs a function in the engine thread.
+        folder: of the weights that the flags name.
+        served: its revision and source follow the weights.
+        changed: publishes the registration again.
+        stays: why the KV cache cannot leave the device; "": it can.
+        turn: of a shared device, which this worker holds; None: it shares none.
+    Attributes:
+        holds: no request is to be submitted; the runner parks them.
+        frozen: nor is anything computed.
+        shown: what is registered.
+        watches: whether ``look`` is to be called.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Callable[[Engine], Any]], "Future[Any]"],
+        settings: WorkerSettings,
+        folder: Path,
+        served: ServedModel,
+        changed: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        stays: str = "",
+        turn: DeviceTurn | None = None,
+    ) -> None:
+        self._call = call
+        self._settings = settings
+        self._folder = folder
+        self._served = served
+        self._changed = changed
+        self._stays = stays
+        self._turn = turn
+        self._roots = [Path(each).expanduser().resolve() for each in settings.weights_folder]
+        self._paused = False
+        self.shown = WeightsState(base=served.revision)
+        self._entry: tuple[WeightsEntry, int] | None = None
+        self.holds = self.frozen = False
+        self.watches = turn is not None or settings.sleep_after_s > 0
+        self._registered = False
+        self._tail: LogTail | None = None
+        self._news = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._context: SessionContext | None = None
+        self._holder: RequestHolder | None = None
+        self._task: asyncio.Task[Any] | None = None  # falls asleep or wakes up
+        self._awake_since = self._busy_at = time.monotonic()
+
+    def _show(self, **changes: Any) -> None:
+        shown = msgspec.structs.replace(self.shown, **changes)
+        self.shown = msgspec.structs.replace(shown, paused=self._paused or (self.holds and not shown.asleep))
+        self.watches = self.watches or shown.asleep
+
+    async def _register(self) -> None:
+        if self._registered:
+            await self._changed()
+
+    # --- sessions ---
+
+    async def follow(self, context: SessionContext, holder: RequestHolder) -> None:
+        """Have the weights that operators asked for, before the worker is registered, and follow what they ask for.
+
+        Raises:
+            ServingError: it cannot have them.
+        """
+        self._context, self._holder, self._registered = context, holder, False
+        self._entry = None
+        self._show(entry=0, error="")
+        bus = context.bus
+        subject = f"$KV.{bus.subjects.bucket(BUCKET)}.{weights_key(self._served.name)}"
+        self._tail = LogTail.of_bucket(bus, BUCKET, lambda entry: self._on_entry(subject, entry))
+        try:
+            await self._tail.start()
+        except ServingError as error:
+            self._tail = None
+            if self._roots:
+                raise
+            action = "run 'penstock streams apply', and give the broker's users their new rights"
+            log.warning("weights_not_followed", error=error.message, effect="it cannot be paused", action=action)
+        await self._reconcile()
+        if self.shown.error:
+            raise ServingError(
+                Code.model_unavailable,
+                f"the weights that an operator asked for cannot be served: {self.shown.error}; put them there, or "
+                "update the model's weights while another worker runs",
+            )
+
+    async def keep(self) -> None:
+        """Do what entries ask for as they come; runs until it is cancelled."""
+        self._registered = True
+        while True:
+            await self._news.wait()
+            if await self._reconcile():
+                await self._register()
+
+    async def unfollow(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._tail is not None:
+            await self._tail.stop()
+            self._tail = None
+
+    def close(self) -> None:
+        if self._turn is not None:
+            self._turn.leave()
+
+    def _on_entry(self, subject: str, entry: Entry) -> None:
+        if entry.subject != subject or not entry.data:
+            return
+        try:
+            self._entry = fleet.decode_weights(entry.data), entry.seq
+        except msgspec.MsgspecError as error:
+            log.warning("weights_entry_unreadable", error=str(error))
+            return
+        self._news.set()
+
+    # --- what is asked for ---
+
+    async def _reconcile(self) -> bool:
+        """Do what the entry asks for; True: something changed."""
+        async with self._lock:
+            self._news.clear()
+            if self._entry is None or self._entry[1] == self.shown.entry:
+                return False
+            entry, number = self._entry
+            if entry.base != self.shown.base:
+                log.warning(
+                    "weights_entry_ignored",
+                    update=entry.update,
+                    base=entry.base,
+                    own=self.shown.base,
+                    reason="this worker was started with other weights than those that were updated",
+                )
+                return False
+            reason = ""
+            try:
+                if entry.update != self.shown.update or entry.revision not in ("", self._served.revision):
+                    await self._update(entry)
+                await self._pause(entry)
+            except (WeightsError, RequestError) as error:
+                reason = str(error)[:MOST_REASON]
+                log.error("weights_failed", update=entry.update, folder=entry.path, error=reason)
+            self._show(entry=number, error=reason)
+        return True
+
+    async def _update(self, entry: WeightsEntry) -> None:
+        """
+        Raises:
+            WeightsError, RequestError: they cannot be replaced; the present ones serve on.
+        """
+        folder = self._within(entry.path) if entry.path else self._folder
+        revision = await asyncio.to_thread(self._revision, folder)
+        if entry.revision not in ("", revision):
+            raise WeightsError(
+                f"{folder} has revision {revision} by now, and update {entry.update} is of {entry.revision}"
+            )
+        began = time.monotonic()
+        if revision != self._served.revision:
+            if self.shown.asleep:
+                await self._wake_now()
+            await self._quiet(entry.running, entry.within_s)
+            try:
+                began = time.monotonic()
+                revision = await self._replace(folder, revision)
+                if entry.revision not in ("", revision):
+                    raise EngineError(f"{folder} changed while it was read, and the weights before are gone")
+            finally:
+                if not self._paused:
+                    await self._release()
+        took = time.monotonic() - began
+        self._show(update=entry.update, before=entry.before if entry.running == CONTINUE else "", seconds=took)
+        log.info("weights_updated", update=entry.update, revision=revision, folder=str(folder), seconds=round(took, 3))
+
+    async def _replace(self, folder: Path, revision: str) -> str:
+        """The revision of what was read: a trainer may still write.
+
+        Raises:
+            RequestError: it cannot be used; the present weights serve on.
+            EngineError: the folder changes all the time.
+        """
+        old, served = self._served.revision, self._served
+        for _ in range(READS):
+
+            def replace(engine: Engine, old: str = old, revision: str = revision) -> None:
+                _weights_of(engine).replace(folder, lambda key, generated: _renamed(key, generated, old, revision))
+
+            await asyncio.wrap_future(self._call(replace))
+            again = await asyncio.to_thread(self._revision, folder)
+            if again == revision:
+                served.revision = revision
+                if self._context is not None:
+                    reporter = self._context.reporter
+                    reporter.made_with = msgspec.structs.replace(reporter.made_with, revision=revision)
+                return revision
+            revision, old = again, ""
+        raise EngineError(f"{folder} changed {READS} times while it was read; write weights to a folder of their own")
+
+    def _within(self, path: str) -> Path:
+        """
+        Raises:
+            WeightsError: no folder in which weights are allowed has it.
+        """
+        if not self._roots:
+            raise WeightsError("this worker has no --weights-folder, within which weights are read while it runs")
+        folders = [(root / path).resolve() for root in self._roots]
+        allowed = [each for root, each in zip(self._roots, folders, strict=True) if each.is_relative_to(root)]
+        if not allowed:
+            raise WeightsError(f"{path!r} is not within --weights-folder {', '.join(map(str, self._roots))}")
+        return next((each for each in allowed if each.is_dir()), allowed[0])
+
+    def _revision(self, folder: Path) -> str:
+        """
+        Raises:
+            WeightsError: no model, or one with another tokenizer.
+        """
+        try:
+            has_tokenizer = text_files.file_of(folder) is not None
+            if has_tokenizer and self._served.tokenizer not in ("", modeldir.tokenizer_digest(folder)):
+                raise WeightsError(f"{folder} has another tokenizer than this model")
+            if not (folder / "config.json").is_file():
+                raise WeightsError(f"there is no model in {folder}: it has no config.json")
+            return modeldir.revision(folder)
+        except (OSError, modeldir.ModelError) as error:
+            raise WeightsError(f"{folder} cannot be read: {error}") from error
+
+    async def _pause(self, entry: WeightsEntry) -> None:
+        """
+        Raises:
+            WeightsError: requests still run after the time that they have.
+        """
+        if entry.paused and not self._paused:
+            if not self.shown.asleep:
+                await self._quiet(entry.paused, entry.within_s)
+            self._paused = True
+            self._show()
+            log.info("weights_paused", running=entry.paused)
+        elif not entry.paused and self._paused:
+            self._paused = False
+            if not self.shown.asleep:
+                await self._release()
+            self._show()
+            log.info("weights_resumed")
+
+    # --- still and going ---
+
+    async def _quiet(self, running: str, within_s: float) -> None:
+        """Submit nothing more; end what runs, or have it stand still. Then nothing is computed until ``_release``.
+
+        Raises:
+            WeightsError: requests still run after ``within_s`` seconds. Everything goes on.
+        """
+        assert self._holder is not None
+        holder, was_held = self._holder, self.holds
+        self.holds = True
+        self._show()
+        await self._register()
+        try:
+            if running == FINISH:
+                if self.frozen:
+                    self.frozen = False
+                    await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).proceed()))
+                until = time.monotonic() + within_s
+                await holder.park_waiting()
+                while left := holder.begun():
+                    if time.monotonic() > until:
+                        raise WeightsError(f"{left} requests still run after {within_s:g} s; allow more, or 'continue'")
+                    await asyncio.sleep(LOOK_S)
+            await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).hold()))
+            self.frozen = True
+            settled = lambda engine: _weights_of(engine).settled  # noqa: E731
+            while not await asyncio.wrap_future(self._call(settled)):  # noqa: ASYNC110 - a step ends, or its engine
+                await asyncio.sleep(LOOK_S)
+        except WeightsError:
+            if not was_held:
+                await self._release()
+            raise
+
+    async def _release(self) -> None:
+        """Compute again, and submit what has waited."""
+        assert self._holder is not None
+        self.holds = self.frozen = False
+        self._show()
+        await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).proceed()))
+        self._holder.submit_parked()
+        self._awake_since = self._busy_at = time.monotonic()
+
+    # --- sleep and wake ---
+
+    async def rest(self, order: Sleep | Wake) -> Ok:
+        if isinstance(order, Wake):
+            self.wake()
+            return Ok()
+        return Ok(await self._fall_asleep(order.within_s))
+
+    def wake(self) -> None:
+        """Begin to wake up, unless it is awake or does so."""
+        if self.shown.asleep and (self._task is None or self._task.done()):
+            self._spawn(self._wake_up())
+
+    def look(self, now: float) -> None:
+        """Called several times a second: make room for another worker, or sleep because there is nothing to do."""
+        assert self._holder is not None
+        if self.shown.asleep:
+            if self._holder.parked and not self._paused:
+                self.wake()
+            return
+        busy = bool(self._holder.begun() or self._holder.parked)
+        self._busy_at = now if busy else self._busy_at
+        idle_s = self._settings.sleep_after_s
+        tired = bool(idle_s) and now - self._busy_at > idle_s
+        if not self.holds and (self._task is None or self._task.done()):
+            make_room = self._turn is not None and (not busy or now - self._awake_since > TURN_S) and self._turn.wanted
+            if tired or make_room:
+                self._spawn(self._fall_asleep(ROOM_S))
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        assert self._context is not None
+        self._task = self._context.tasks.spawn(work, name="sleep")
+
+    async def _fall_asleep(self, within_s: float) -> str:
+        """Why it cannot; "": it sleeps."""
+        async with self._lock:
+            if self.shown.asleep:
+                return ""
+            if self._stays:
+                return f"{self._stays}, so this worker does not sleep"
+            began = time.monotonic()
+            try:
+                await self._quiet(FINISH, within_s)
+                try:
+                    await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).sleep()))
+                except RequestError:
+                    if not self._paused:
+                        await self._release()
+                    raise
+            except (WeightsError, RequestError) as error:
+                log.warning("sleep_refused", error=str(error))
+                await self._register()
+                return str(error)
+            took = time.monotonic() - began
+            self._show(asleep=True, seconds=took)
+            if self._turn is not None:
+                self._turn.leave()
+            log.info("worker_asleep", seconds=round(took, 3))
+        await self._register()
+        return ""
+
+    async def _wake_up(self) -> None:
+        async with self._lock:
+            if self.shown.asleep:
+                await self._wake_now()
+                if not self._paused:
+                    await self._release()
+        await self._register()
+
+    async def _wake_now(self) -> None:
+        """Bring the weights back. It stays held."""
+        while self._turn is not None and not self._turn.take():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(LOOK_S)
+        began = time.monotonic()
+        await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).wake()))
+        took = time.monotonic() - began
+        self._show(asleep=False, seconds=took)
+        log.info("worker_awake", seconds=round(took, 3))
+
+
+def _weights_of(engine: Engine) -> WeightsEngine:
+    assert engine.weights is not None
+    return engine.weights
+
+
+def _renamed(key: object, generated: int, old: str, revision: str) -> bytes:
+    """The root of a sequence's blocks by the new revision. In the engine thread. Notes where the old one ended.
+
+    Args:
+        old: revision that the sequence's tokens came from; "": it has been noted.
+    """
+    running = key.owner if isinstance(key, SequenceState) else None
+    if not isinstance(running, RunningRequest):
+        return block_hashes.root(revision)
+    if old and generated:
+        assert isinstance(key, SequenceState)
+        tokens = [0] * len(running.sequences)
+        if running.revisions and running.revisions[-1].revision == old:
+            tokens = list(running.revisions[-1].tokens)
+            running.revisions = running.revisions[:-1]
+        tokens[key.index] = generated
+        running.revisions += (done.EarlierRevision(old, tuple(tokens)),)
+    return block_hashes.root(revision, running.request.lora, running.request.salt)
