@@ -80,7 +80,7 @@ test-trtllm:  ## what differs in the real TensorRT-LLM, then the engines' contra
 test-vllm:  ## the same on the real vLLM, and workers on it in the real pipeline, with or without a GPU
 	PENSTOCK_CONTRACT_REAL=vllm PENSTOCK_CONTRACT_BOUND_S=120 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/workers/engines/vllm/test_real.py \
-	  tests/workers/engines/vllm/test_images.py \
+	  tests/workers/engines/vllm/test_images.py tests/workers/engines/vllm/test_logits.py \
 	  tests/pipeline/test_vllm.py tests/standins/test_vllm.py -k vllm \
 	  -W default --timeout 900 $(ARGS)
 

@@ -413,7 +413,7 @@ def test_engines_that_cannot_read_weights_of_another_directory_say_how_to_join_t
         ({"engine": "vllm", "speculative_model": "ngram"}, "--extra-engine-args"),
         ({"engine": "openai", "role": "prefill", "url": "http://a"}, "leave out --role prefill"),
         ({"engine": "native", "url": "http://a"}, "the server of --engine openai"),
-        ({"engine": "vllm", "logits_processor": ("a:b",)}, "runs no logits processors.* or use --engine native"),
+        ({"engine": "sglang", "logits_processor": ("a:b",)}, "runs no logits processors.* or use --engine native"),
         (
             {"engine": "sglang", "default_logits_processors": "a"},
             "runs no logits processors.* or use --engine native",

@@ -183,7 +183,7 @@ SUPPORT: Mapping[str, Support] = {
         resumed_draws=NO,
         logprobs="yes",
         prompt_logprobs="yes",
-        logits_processors=NO,
+        logits_processors="yes, those of its flags",
         speculation="as its speculative_config (Eagle 3, NGram, …)",
         several_gpus="TP, PP, DP",
         several_nodes="--nodes, a process on each; no DP",
@@ -275,7 +275,7 @@ SAMPLERS: tuple[Sampler, ...] = (
     Sampler("TensorRT-LLM 1.2", TRTLLM_SAMPLER, _TRT_NOTES),
     Sampler("1.2, TorchSampler", TORCH_SAMPLER_1_2, _TRT_NOTES),
     Sampler("TensorRT-LLM 1.3", ALL, _TRT_NOTES),
-    Sampler("vLLM", ALL, {}, _NO_PROCESSORS),
+    Sampler("vLLM", ALL),
     Sampler(
         "SGLang",
         ALL._replace(seed=False),

@@ -95,12 +95,22 @@ class Registry:
         Raises:
             RequestError: a name is not registered, or a constructor refuses its arguments.
         """
-        selected = self.defaults + request.sampling.logits_processors
-        if not selected:
-            return None
+        selected = self.selected(request)
+        return self.chain_of(selected, prompt_len=len(request.prompt)) if selected else None
+
+    def selected(self, request: SequenceRequest) -> tuple[LogitsProcessor, ...]:
+        """The processors of a request, those of every request first."""
+        return self.defaults + request.sampling.logits_processors
+
+    def chain_of(self, selected: Sequence[LogitsProcessor], *, prompt_len: int) -> "Chain":
+        """New instances.
+
+        Raises:
+            RequestError: as ``chain``.
+        """
         from penstock.workers.engines.logits.apply import Chain
 
-        instances = self._instances(selected, prompt_len=len(request.prompt))
+        instances = self._instances(selected, prompt_len=prompt_len)
         return Chain(tuple(each.name for each in selected), tuple(instances), self.errors)
 
     def _instances(self, chosen: Sequence[LogitsProcessor], *, prompt_len: int) -> list[BaseLogitsProcessor]:

@@ -53,8 +53,9 @@ RESERVED: Mapping[str, str] = {
     "max_loras": "use --max-loras",
     "max_lora_rank": "use --max-lora-rank",
     "max_cpu_loras": "use --max-cpu-loras",
-    "logits_processors": "only the native engine and TensorRT-LLM run logits processors",
+    "logits_processors": "use --logits-processor",
 }
+PROCESSORS = "penstock.workers.engines.vllm.logits_processors:Processors"  # which vLLM loads in its processes
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for max_lora_rank
 # Either sets the size of the KV cache on a CPU.
 _CPU_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")
@@ -173,6 +174,8 @@ def defaults(wanted: VllmSettings) -> Tree:
             # And those that were unloaded while sequences still have them: what it drops for room, it would read again.
             "max_cpu_loras": max(worker.max_loras, worker.max_cpu_loras) + worker.max_running,
         }
+    if worker.logits_processor or worker.default_logits_processors:
+        tree["logits_processors"] = [PROCESSORS]
     if worker.otlp_endpoint:
         tree["otlp_traces_endpoint"] = worker.otlp_endpoint
     moved = transfer(worker.connector, worker.role, worker.handoff_lease_s)

@@ -38,6 +38,7 @@ from penstock.workers.engines.external.runtime import (
     construct,
     first_request,
 )
+from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter, loras
 from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
@@ -71,6 +72,8 @@ def from_settings(
     set_log_level(settings.log_level)
     api = load_vllm()
     model = modeldir.load(path)
+    edits = settings.logits_processor, settings.default_logits_processors
+    processors = registry_from_settings(settings, path) if any(edits) else None
     with contextlib.ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -82,6 +85,8 @@ def from_settings(
         group = nodes.NodeGroup(settings, ("vllm", api.version, model.revision), inbox, asked)
         undo.callback(group.close)
         variables |= group.meet(resolved.tree, OWN_ADDRESS)
+        if processors is not None:
+            variables[plugin.PROCESSORS] = msgspec.json.encode((str(path.absolute()), *edits)).decode()
         loop = LoopThread("vllm")
         undo.callback(loop.close)
         scheduler = SchedulerStats()
@@ -105,7 +110,9 @@ def from_settings(
             )
         if grammars is not None:
             info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
-        options = VllmOptions(block_hashes.root(model.revision), info.handoff_layout)
+        options = VllmOptions(block_hashes.root(model.revision), info.handoff_layout, processors=processors)
+        if processors is not None:
+            info = msgspec.structs.replace(info, logits_processors=processors.names)
         if model.vision is not None and takes_images(settings, model):
             store = ImageStore(model.vision, settings.embed_slots)
             options = options._replace(images=store, placeholder=model.vision.image_token_id)

@@ -13,6 +13,7 @@ vLLM's NIXL connector moves the KV; the params locate it. Pure.
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 
 from penstock.schemas.errors import Code
@@ -23,8 +24,11 @@ from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import bias, check_sampling, greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.external.sequences import collapse
+from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.vllm.images import ImageStore
-from penstock.workers.engines.vllm.plugin import EARLIER
+from penstock.workers.engines.vllm.plugin import EARLIER, PROCESSORS_OF, ChosenProcessors
+
+encode_chosen = msgspec.json.Encoder().encode
 
 
 def sampling_arguments(
@@ -124,6 +128,7 @@ class VllmOptions(NamedTuple):
         max_logprobs: most alternatives per token.
         images: of prompts; None: it takes text only.
         placeholder: token id that stands for an image.
+        processors: logits processors that requests may choose; None: the engine runs none.
     """
 
     root: bytes
@@ -131,6 +136,7 @@ class VllmOptions(NamedTuple):
     max_logprobs: int = 20
     images: ImageStore | None = None
     placeholder: int = -1
+    processors: Registry | None = None
 
 
 class VllmInputs(NamedTuple):
@@ -164,8 +170,10 @@ def check(request: SequenceRequest, info: EngineInfo, options: VllmOptions) -> N
     check_sampling(request, info)
     if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > options.max_logprobs:
         raise RequestError(Code.invalid_request, f"logprobs and prompt_logprobs are at most {options.max_logprobs}")
-    if request.sampling.logits_processors:
-        raise RequestError(Code.unsupported, "this worker's engine (vLLM) runs no logits processors")
+    if options.processors is not None:
+        options.processors.chain(request)  # refuses what vLLM's processes would stumble over
+    elif request.sampling.logits_processors:
+        raise RequestError(Code.unsupported, "this worker has no logits processors; start it with --logits-processor")
     if request.media and options.images is None:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
     if request.pin and not options.layout:
@@ -207,6 +215,9 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
         extra["kv_transfer_params"] = params
     if request.constraint is not None and before:
         extra[EARLIER] = list(before)
+    if options.processors is not None and (selected := options.processors.selected(request)):
+        named = tuple((each.name, (each.args or b"{}").decode()) for each in selected)
+        extra[PROCESSORS_OF] = encode_chosen(ChosenProcessors(named, len(request.prompt))).decode()
     if extra:
         parameters["extra_args"] = extra
     prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}

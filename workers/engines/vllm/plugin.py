@@ -9,10 +9,26 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 NAME = "penstock"  # of the entry point
 ALLOWED = "VLLM_PLUGINS"  # names of the plugins that vLLM loads, comma-separated; not set: all
 ACTIVE = "PENSTOCK_VLLM_PLUGIN"  # set for the engine's processes; elsewhere vLLM is left as it is
 EARLIER = "penstock_earlier_tokens"  # in ``SamplingParams.extra_args``: the tokens of the answer so far
+PROCESSORS = "PENSTOCK_VLLM_PROCESSORS"  # the worker's logits processors, for the engine's processes
+PROCESSORS_OF = "penstock_logits_processors"  # in ``extra_args``: those of a request
+
+
+class ChosenProcessors(msgspec.Struct, frozen=True, array_like=True):
+    """The logits processors of a request, as JSON in ``extra_args``.
+
+    Attributes:
+        processors: name and arguments (JSON) of each, those of every request first.
+        prompt_len: tokens of the client's prompt; an answer that continues has more in vLLM's.
+    """
+
+    processors: tuple[tuple[str, str], ...]
+    prompt_len: int
 
 
 def variables(current: Mapping[str, str]) -> dict[str, str]:

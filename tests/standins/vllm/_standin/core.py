@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 import warnings
@@ -48,6 +49,7 @@ class Request:
     lora: tuple[str, int] | None = None  # name and number
     media: list[tuple[int, int, str]] = field(default_factory=list)  # position, tokens, identifier
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)  # by position
+    edits: list[Any] | None = None  # of logits
     generated: list[int] = field(default_factory=list)
     kv: Any = None
     blocks: list[Block] = field(default_factory=list)
@@ -84,6 +86,10 @@ class Core:
         self.offers: dict[str, tuple[list[Block], float]] = {}  # request id -> blocks, when they go
         self.preempted = 0
         self.dead = False
+        self.processors: list[Any] = []  # of logits, of whoever uses it
+        for name in getattr(config.model_config, "logits_processors", None) or ():
+            module, _, kind = name.partition(":")
+            self.processors.append(getattr(importlib.import_module(module), kind)(config, torch.device("cpu"), False))
         self.loras: dict[int, Tensor] = {}  # what each adapter adds to the logits, by its number
         transfer = config.kv_transfer_config
         self.engine_id = ""
@@ -263,6 +269,8 @@ class Core:
         shown = [(row, values) for row, values in shown if len(values)]
         rows = self.model.forward(tokens[start:end], request.kv, shown, every=every)
         logits = rows[-1]
+        for edit in self._edits(request):
+            logits = edit(logits.clone())
         if request.lora is not None:
             logits = logits + self.loras[request.lora[1]]
         if every:
@@ -285,6 +293,13 @@ class Core:
                 piece.params = self._offer(request)
             self._end(request, keep=piece.params is not None)
         return piece
+
+    def _edits(self, request: Request) -> list[Any]:
+        """Custom logits processors, as the real one makes them when a request is added to the batch."""
+        if request.edits is None:
+            states = [each._new_state(request.params, request.prompt, request.generated) for each in self.processors]
+            request.edits = [state for state in states if state is not None]
+        return request.edits
 
     def _hashes(self, request: Request) -> list[bytes]:
         lora = request.lora and request.lora[0]

@@ -75,6 +75,7 @@ class ModelConfig:
     max_model_len: int
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
+    logits_processors: list[str] | None = None
 
 
 @dataclass

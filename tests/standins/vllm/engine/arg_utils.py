@@ -79,7 +79,7 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
                 raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be >= max_loras ({self.max_loras}).")
             lora = {"max_lora_rank": self.max_lora_rank}
         return VllmConfig(
-            ModelConfig(self.model, length, self.max_logprobs, self.skip_tokenizer_init),
+            ModelConfig(self.model, length, self.max_logprobs, self.skip_tokenizer_init, self.logits_processors),
             CacheConfig(size, self.num_gpu_blocks_override or 2049, caching),
             SchedulerConfig(seqs, tokens),
             self.kv_transfer_config,
