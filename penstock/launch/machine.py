@@ -148,7 +148,7 @@ class Listeners:
         """
         Args:
             chosen: the number of gateways was not set: where the ports behind the shared one are not free, their own
-                are any.
+                are any. So is that of a lone one: another deployment may be meant to have the port behind.
             more: there may be more of them later.
         Raises:
             CannotListen: an address or a port cannot be used.
@@ -159,11 +159,10 @@ class Listeners:
                 self._claim([port])
             self._shared = listening(self._host, port)
             self.port = int(self._shared.getsockname()[1])
-            self._first = port and port + 1
+            self._first = port + 1 if port and not (chosen and gateways == 1) else 0
             self._own = dict(enumerate(self._own_ports(self._first, own, chosen=chosen)))
             self.ports = {number: int(each.getsockname()[1]) for number, each in self._own.items()} or {0: self.port}
-            if not port:
-                self._claim({self.port, *self.ports.values()})
+            self._claim({self.port, *self.ports.values()} - self._claims.keys())
         except CannotListen:
             self.close()
             raise

@@ -137,3 +137,16 @@ def test_a_gateway_that_is_added_has_the_port_in_its_row_or_any_other_and_gives_
         assert listeners.url_of(1) == f"http://127.0.0.1:{first + 2}"
     finally:
         listeners.close()
+
+
+def test_a_lone_gateway_of_a_chosen_number_leaves_the_port_behind_its_own_to_others() -> None:
+    first = free_ports(3)
+    one, two = Listeners("127.0.0.1"), Listeners("127.0.0.1")
+    one.open(first, 1, chosen=True, more=True)
+    two.open(first + 1, 1, chosen=True, more=True)
+    try:
+        ports = [one.ports[0], one.add(1), two.ports[0], two.add(1)]
+        assert len({*ports, first, first + 1}) == 6
+    finally:
+        one.close()
+        two.close()
