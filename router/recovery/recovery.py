@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 import msgspec
 import structlog
@@ -27,8 +28,8 @@ from penstock.schemas.cells import is_cell
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import WORKER_LOST, EarlierWorker
 from penstock.schemas.requests import time_of
-from penstock.schemas.streams import CLOCK_SKEW_NS
-from penstock.schemas.subjects import HEADER_MSG_ID, in_memory
+from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
+from penstock.schemas.subjects import HEADER_MSG_ID, in_memory, request_of
 from penstock.schemas.token_dedup import replay, scores
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenBatch, TokenItem, carried
 
@@ -37,6 +38,7 @@ log = structlog.get_logger("router")
 SCAN_S = 1.0
 SCANS_LEFT = 2
 RETURNS_REMEMBERED = 50_000
+FEW = 8  # requests of one shard lie far apart
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
 LONGEST_REASON = 200  # characters
 LATE = "resteered"  # begins the reason of a request that waited at a worker that is late
@@ -319,31 +321,56 @@ async def fence(
 
 
 async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
-    """Read the job from WORK, as it was published or handed off between stages; False: it cannot be found."""
+    """Read the job from WORK, as it was published or handed off between stages; False: it cannot be found.
+
+    A broker passes over what its disk has damaged. Of a job that is lost so, the request is read as it was accepted.
+    """
     if not attempt.work_seq:
         return False
     try:
         entry = await get(bus, bus.subjects.stream("WORK"), attempt.work_seq)
-        if entry is None:
+        work = jobs.decode(entry.data) if entry is not None else None
+        named = entry.headers.get(HEADER_MSG_ID, "").split(":")[:2] if entry is not None else []
+        if entry is None or named != [attempt.request_id, str(attempt.attempt)] or isinstance(work, jobs.Revoke):
             log.error("job_not_found", request=attempt.request_id, seq=attempt.work_seq)
-            return False
-        work = jobs.decode(entry.data)
-        named = entry.headers.get(HEADER_MSG_ID, "").split(":")[:2]
-        if named == [attempt.request_id, str(attempt.attempt)] and not isinstance(work, jobs.Revoke):
-            job = work if isinstance(work, jobs.Job) else jobs.decode_job(bytes(work.job))
-            attempt.raw = bytes(job.request)
-            attempt.revision = job.decision.revision
-            attempt.reason = job.decision.reason
-            attempt.earlier_workers = jobs.earlier_workers(job)
-            attempt.request = request = requests.decode_head(attempt.raw)
-            attempt.since_ns = request.created_ns - CLOCK_SKEW_NS
-            if attempt.since_ns > entry.time_ns:  # the gateway's clock is ahead of the broker's
-                attempt.since_ns = entry.time_ns - (request.deadline_ns - request.created_ns)
-            return True
-        log.error("job_not_found", request=attempt.request_id, seq=attempt.work_seq)
+            return await _load_request(bus, attempt)
+        assert work is not None
+        job = work if isinstance(work, jobs.Job) else jobs.decode_job(bytes(work.job))
+        _fill(attempt, bytes(job.request), entry.time_ns)
+        attempt.revision = job.decision.revision
+        attempt.reason = job.decision.reason
+        attempt.earlier_workers = jobs.earlier_workers(job)
+        return True
     except msgspec.MsgspecError as error:  # perhaps of a newer version; the other attempts must not wait for it
         log.error("job_unreadable", request=attempt.request_id, seq=attempt.work_seq, error=str(error))
     return False
+
+
+async def _load_request(bus: Bus, attempt: InterruptedAttempt) -> bool:
+    """Read the request from REQUESTS; False: it is gone as well, or its content was in memory storage only."""
+    try:
+        made_ns = time_of(attempt.request_id)
+    except ValueError:
+        return False
+    stream, shard = bus.subjects.stream("REQUESTS"), bus.subjects.shard_of(attempt.request_id)
+    async with aclosing(read(bus, stream, shard, since_ns=made_ns - CLOCK_SKEW_NS, batch=FEW)) as entries:
+        async for entry in entries:
+            if request_of(entry.headers) == attempt.request_id:
+                _fill(attempt, entry.data, entry.time_ns)
+                assert attempt.request is not None
+                attempt.revision = attempt.request.revision
+                return not attempt.request.no_store
+            if entry.time_ns > made_ns + LONGEST_DEADLINE_S * 1e9:
+                break
+    return False
+
+
+def _fill(attempt: InterruptedAttempt, raw: bytes, stored_ns: int) -> None:
+    attempt.raw = raw
+    attempt.request = request = requests.decode_head(raw)
+    attempt.since_ns = request.created_ns - CLOCK_SKEW_NS
+    if attempt.since_ns > stored_ns:  # the gateway's clock is ahead of the broker's
+        attempt.since_ns = stored_ns - (request.deadline_ns - request.created_ns)
 
 
 async def _publish_fences(

@@ -326,7 +326,8 @@ MEANINGS = {
     "index_restored": "a router has its prefix index, from a snapshot",
     "index_snapshot_not_saved": "the prefix index could not be stored: a slower next start",
     "index_snapshot_wrong": "a stored prefix index is damaged; workers are asked instead",
-    "job_not_found": "a lost worker's job is not in the log any more: the client gets an error at its deadline",
+    "job_not_found": "a lost worker's job is not in the log any more: the request is placed again as REQUESTS has it, or "
+    "the client gets an error at its deadline",
     "job_not_stored": "a job could not be published; the request is placed again",
     "job_rejected": "a worker cannot run a job; its request ends, or goes to another worker",
     "job_retention_failed": "unfinished jobs could not be published again; tried again",

@@ -500,6 +500,25 @@ async def test_a_router_that_never_read_the_end_of_a_deleted_request_does_not_co
         await eventually(lambda: two.unfinished == {other.id: (1, "w1")})
 
 
+async def test_a_request_whose_job_is_lost_continues_as_it_was_accepted(
+    log: LogClient, clients: Clients, one: Routing
+) -> None:
+    """A broker passes over a job that its disk has damaged. Such a request had no end before its deadline."""
+    asked = request(max_tokens=20, id=new_request_id())
+    stub = await on(clients, one, "w1", asked)
+    await streamed(log, asked, answer(asked, 4))
+    entry = one.router.cluster.tracker.request(asked.id)
+    assert entry is not None
+    await log.bus.js.delete_msg(log.bus.subjects.stream("WORK"), entry.seq)
+    with capture_logs() as lines:
+        await lose(clients, stub)
+        await clients.stub("w2")
+        worker, job = await clients.placed(asked, 2)
+    assert (worker, bytes(job.request)) == ("w2", wire.encode(asked))
+    assert [ids(part) for part in job.resume] == [answer(asked, 4)]
+    assert [line["request"] for line in lines if line["event"] == "job_not_found"] == [asked.id]
+
+
 async def test_a_request_whose_job_is_gone_is_reported_once_and_its_copy_is_found(
     log: LogClient, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
