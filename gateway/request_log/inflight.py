@@ -49,6 +49,7 @@ class InflightRequest:
         worker: that streamed last; "": none yet.
         earlier_workers: that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are stored for good.
+        stored_seq: of its message in REQUESTS; 0: unknown, or its content is not there.
         paid: what the request took of its API key's limits, until it ends. None: nothing.
     """
 
@@ -80,6 +81,7 @@ class InflightRequest:
         "paid",
         "request",
         "seq",
+        "stored_seq",
         "turns",
         "worker",
     )
@@ -96,6 +98,7 @@ class InflightRequest:
         self.behind = False
         self.seq = 0
         self.cancel_sent = 0.0
+        self.stored_seq = 0
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None
         self.turns: TurnBudget | None = None

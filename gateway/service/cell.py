@@ -33,6 +33,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.forget import check_stores
 from penstock.infra.bus.publisher import Ack, Publisher, Refused
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.nats_server import jetstream_api
 from penstock.infra.process.turns import TimeSlice, TurnBudget
 from penstock.schemas import control, done, requests, wire
 from penstock.schemas.errors import Code, ServingError
@@ -149,12 +150,14 @@ class Cell:
         self.tasks.spawn(self.queues.run(), name="poll")
         self.tasks.spawn(self.retention.run(), name="retention")
         self.tasks.spawn(self._sweep_often(), name="sweep")
+        self.bus.on_reconnect.append(self._look_for_lost)
         self.opened = True
 
     async def close(self) -> None:
         await self.tasks.aclose()
         if not self.opened:
             return
+        self.bus.on_reconnect.remove(self._look_for_lost)
         await self.unstored.close()
         await self.verdicts.close()
         await self._lookup.deleted.stop()
@@ -272,7 +275,42 @@ class Cell:
             raise
         if ack.duplicate:  # a resend, a repeat, or a submission that another gateway had accepted before it crashed
             return await self._attach_repeated(inflight)
+        inflight.stored_seq = ack.seq
         return inflight
+
+    async def _look_for_lost(self) -> None:
+        self.tasks.spawn(self.store_lost_again(), name="store-lost", on_failure=_not_stored_again)
+
+    async def store_lost_again(self) -> None:
+        """Store open requests again that have no tokens yet, and that the broker has lost since it stored them.
+
+        A broker that restarts drops a message that its disk has damaged, and what follows it in the same block. A
+        router that had read such a request drops the repeat.
+
+        Raises:
+            BrokerProblem: the broker does not answer.
+            ServingError: a request could not be stored.
+        """
+        waiting = [
+            each
+            for each in self._own.readers
+            if each.stored_seq and not (each.worker or each.ended or each.request.id in self._lookup.deleted)
+        ]
+        if not waiting:
+            return
+        verb = f"STREAM.INFO.{self.bus.subjects.stream('REQUESTS')}"
+        state = (await jetstream_api.request(self.bus.nc, verb, {"deleted_details": True}))["state"]
+        gone, last = set(state.get("deleted") or ()), state["last_seq"]
+        lost = [each for each in waiting if each.stored_seq in gone or each.stored_seq > last]
+        for inflight in lost:
+            request = inflight.request
+            payload = wire.encode(requests.packed(request) if self.queues.packs else request)
+            subject = self.bus.subjects.request(request.model, request.priority.value, request.id)
+            headers = requests.headers_of(payload)
+            ack = await self.publisher.publish(subject, payload, request.id, headers=headers, timeout=ACCEPT_S)
+            inflight.stored_seq = ack.seq
+        if lost:
+            log.warning("requests_stored_again", stream="REQUESTS", requests=len(lost))
 
     async def _put_streamed(self, request: GenerateRequest, items: Sequence[TokenItem], timeout: float) -> None:
         """Publish the tokens that a request already has, as those of attempt 0."""
@@ -508,6 +546,10 @@ def _end_overdue(inflight: InflightRequest, late_ns: int) -> None:
 
 def _not_read(error: BaseException) -> None:
     log.debug("unconfirmed_not_looked_up", error=repr(error))  # the next sweep tries again
+
+
+def _not_stored_again(error: BaseException) -> None:
+    log.warning("requests_not_stored_again", error=repr(error))  # they end at their deadlines
 
 
 def _not_cancelled(error: BaseException) -> None:

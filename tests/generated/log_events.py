@@ -326,13 +326,14 @@ MEANINGS = {
     "index_restored": "a router has its prefix index, from a snapshot",
     "index_snapshot_not_saved": "the prefix index could not be stored: a slower next start",
     "index_snapshot_wrong": "a stored prefix index is damaged; workers are asked instead",
-    "job_not_found": "a lost worker's job is not in the log any more: the request is placed again as REQUESTS has it, or "
-    "the client gets an error at its deadline",
+    "job_not_found": "a lost worker's job is not in the log any more: the request is placed again as REQUESTS has it, "
+    "or the client gets an error at its deadline",
     "job_not_stored": "a job could not be published; the request is placed again",
     "job_rejected": "a worker cannot run a job; its request ends, or goes to another worker",
     "job_retention_failed": "unfinished jobs could not be published again; tried again",
     "job_unreadable": "a job cannot be decoded",
     "jobs_republished": "unfinished jobs were copied to the end of their stream, so that they do not expire",
+    "requests_stored_again": "a restarted broker had lost requests without tokens: their gateway has stored them again",
     "key_added": "an API key was made",
     "key_changed": "an API key was changed",
     "key_revoked": "an API key was revoked",
@@ -449,6 +450,8 @@ MEANINGS = {
     "request_stalled": "a worker makes no progress with a request, which goes to another one",
     "request_unreadable": "a stored request cannot be decoded, and ends",
     "requests_migrated": "held requests run in other cells from now on",
+    "requests_not_stored_again": "requests that a restarted broker had lost could not be stored: they end at their "
+    "deadlines",
     "requests_republished": "waiting requests were copied to the end of their stream, so that they do not expire",
     "resumption_postponed": "what a request from another cell had streamed cannot be read yet; it comes again",
     "response_not_counted": "a stored response is missing in the metrics",
