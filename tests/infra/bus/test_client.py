@@ -49,6 +49,70 @@ async def test_other_tasks_run_between_the_messages_of_one_read(broker: Embedded
     assert max(map(len, between)) == 1
 
 
+async def test_a_direct_handler_gets_what_arrives_without_waking_the_task_that_reads(
+    broker: EmbeddedNats, connect: Connect
+) -> None:
+    nc, other = await connect(broker), await connect(broker)
+    found: list[bytes] = []
+    await nc.subscribe_direct("bus-test.direct.one", lambda frame: found.append(frame.data))
+    await nc.flush()
+    reads = 0
+    parse = nc._ps.parse
+
+    async def counted(data: bytes = b"") -> None:
+        nonlocal reads
+        reads += 1
+        await parse(data)
+
+    nc._ps.parse = counted
+    for number in range(50):
+        await other.publish("bus-test.direct.one", b"%d" % number)
+        await eventually(lambda expected=number + 1: len(found) == expected)
+    assert reads == 0
+    assert nc.stats["in_msgs"] >= 50
+
+
+async def test_what_arrives_keeps_its_order_when_some_of_it_has_to_be_awaited(
+    broker: EmbeddedNats, connect: Connect
+) -> None:
+    errors: list[str] = []
+    nc, other = await connect(broker, errors=errors), await connect(broker)
+    found: list[int] = []
+
+    def handle(frame: Frame) -> None:
+        found.append(int(frame.data))
+        if not found[-1] % 9:
+            raise ValueError("no good")
+
+    await nc.subscribe_direct("bus-test.mixed.direct", handle)
+    queued = await nc.subscribe("bus-test.mixed.queued")
+    await nc.flush()
+    for number in range(MANY):
+        where = "queued" if number % 4 == 3 else "direct"
+        await other.publish(f"bus-test.mixed.{where}", b"%d" % number)
+        if number % 50 == 0:
+            await nc.flush()  # its answer, a line, lies among them
+    direct = [number for number in range(MANY) if number % 4 != 3]
+    await eventually(lambda: len(found) == len(direct) and len(errors) == sum(not each % 9 for each in direct))
+    assert found == direct
+    assert [int((await queued.next_msg()).data) for _ in range(MANY // 4)] == list(range(3, MANY, 4))
+
+
+async def test_a_malformed_line_ends_the_link_and_nothing_behind_it_is_handled(
+    broker: EmbeddedNats, connect: Connect
+) -> None:
+    nc = await connect(broker)
+    found: list[bytes] = []
+    sub = await nc.subscribe_direct("bus-test.malformed", lambda frame: found.append(frame.data))
+    await nc.flush()
+    message = b"MSG bus-test.malformed %d 1\r\n%%d\r\n" % sub._id
+    nc.link._io_reader.feed_data(message % 1 + b"MSG ?\r\n" + message % 2)
+    await eventually(lambda: nc.stats["reconnects"] == 1 and nc.is_connected)
+    await nc.publish("bus-test.malformed", b"again")
+    await eventually(lambda: len(found) == 2)
+    assert found == [b"1", b"again"]
+
+
 async def test_a_wrong_password_is_reported_as_such(broker: EmbeddedNats) -> None:
     server = broker.url().rpartition("@")[2]
     with pytest.raises(ServingError, match=f"{server} within 0.3 s .*Authorization Violation.*credentials"):
@@ -80,7 +144,8 @@ async def test_an_error_of_a_direct_handler_is_reported_and_ends_nothing(
     await nc.subscribe_direct("bus-test.failing", handle)
     for data in (b"1", b"2"):
         await nc.publish("bus-test.failing", data)
-    await eventually(lambda: found == [b"1", b"2"])
+    await eventually(lambda: len(errors) == 2)
+    assert found == [b"1", b"2"]
     assert errors == ["no good", "no good"]
 
 
