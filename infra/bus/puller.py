@@ -18,14 +18,14 @@ import enum
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
+from penstock.infra.bus.client import Frame, read_headers
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Lifetime, before_time, lifetime
 from penstock.infra.bus.jetstream import ApiError, Message
@@ -37,16 +37,39 @@ FLUSH_S = 2  # a round trip to the server
 
 
 class PullSubscription:
-    """Delivers messages in order, with the generation that they belong to."""
+    """The messages of one generation of requests, in order: ``next``, and ``handled`` once that was.
 
-    def __init__(self, bus: Bus, generation: int, handle: Callable[[int, Message], Awaitable[None]]) -> None:
+    No more can wait here than were requested. nats-py's own subscription wakes one task more for each of them.
+
+    Args:
+        deliver: takes them, in a task that ends with ``close``.
+    """
+
+    def __init__(
+        self, bus: Bus, generation: int, deliver: Callable[["PullSubscription"], Coroutine[Any, Any, None]]
+    ) -> None:
         self.inbox: str = bus.nc.new_inbox()
+        self.generation = generation
         self._bus = bus
-        self._handle = partial(handle, generation)
+        self._deliver = deliver
+        self._arrived: asyncio.Queue[Frame] = asyncio.Queue()
         self._sub: Any = None
+        self._delivering: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        self._sub = await self._bus.nc.subscribe(self.inbox, cb=self._handle)
+        self._sub = await self._bus.nc.subscribe_direct(self.inbox, self._arrived.put_nowait)
+        self._delivering = asyncio.create_task(self._deliver(self), name="deliver-pulled")
+
+    async def next(self) -> Message:
+        frame, nc = await self._arrived.get(), self._bus.nc
+        headers = read_headers(frame.headers) if frame.headers else None
+        if headers is None and frame.headers:  # a status
+            headers = await nc._process_headers(frame.headers)
+        message: Message = nc._build_message(frame.sid, frame.subject, frame.reply, frame.data, headers)
+        return message
+
+    def handled(self) -> None:
+        self._arrived.task_done()
 
     async def drain(self) -> None:
         """Return when no message is in flight any more and all received ones have been delivered."""
@@ -55,13 +78,13 @@ class PullSubscription:
             with contextlib.suppress(NatsError, OSError):  # messages in flight on a broken connection are lost
                 await nc._send_unsubscribe(self._sub._id)
                 await nc.flush(timeout=FLUSH_S)  # the server's answer is behind its last message
-        await self._sub._pending_queue.join()
+        await self._arrived.join()
 
     async def close(self) -> None:
         """Deliver nothing more; messages that are still here are delivered again later."""
         with contextlib.suppress(NatsError, OSError):
             await self._sub.unsubscribe()
-        await end([self._sub._wait_for_msgs_task])  # it may be inside the handler
+        await end([self._delivering])  # it may be inside the handler
 
 
 EXPIRES_S = 30.0  # a request that is not filled by then ends
@@ -261,29 +284,36 @@ class Puller:
         if batch:
             await self._bus.nc.publish(self._subject, pull_request(batch, self._expires_s), reply=self._subs[-1].inbox)
 
-    async def _on_message(self, generation: int, message: Message) -> None:
-        if self._over:
-            return
-        match self._window.receive(message, generation, time.monotonic()):
-            case Received.job:
-                self._last_reply = message.reply
-                try:
-                    await self._handle(message)
-                finally:
-                    self._window.taken(generation)
-                await self.top_up()
-            case Received.ended:
-                await self.top_up()
-            case Received.refused:  # the watchdog asks again
-                headers = message.headers or {}
-                status, text = headers.get("Status"), headers.get("Description")
-                log.info("pull_refused", consumer=self._consumer, status=status, text=text)
-                self._refused = True
-            case Received.heartbeat | Received.stale:
-                pass
+    async def _deliver(self, sub: PullSubscription) -> None:
+        while True:
+            message = await sub.next()
+            try:
+                if self._over:
+                    continue
+                match self._window.receive(message, sub.generation, time.monotonic()):
+                    case Received.job:
+                        self._last_reply = message.reply
+                        try:
+                            await self._handle(message)
+                        finally:
+                            self._window.taken(sub.generation)
+                        await self.top_up()
+                    case Received.ended:
+                        await self.top_up()
+                    case Received.refused:  # the watchdog asks again
+                        headers = message.headers or {}
+                        status, text = headers.get("Status"), headers.get("Description")
+                        log.info("pull_refused", consumer=self._consumer, status=status, text=text)
+                        self._refused = True
+                    case Received.heartbeat | Received.stale:
+                        pass
+            except Exception as error:
+                await self._bus.nc._error_cb(error)
+            finally:
+                sub.handled()
 
     async def _subscribe(self) -> None:
-        sub = PullSubscription(self._bus, self._window.generation, self._on_message)
+        sub = PullSubscription(self._bus, self._window.generation, self._deliver)
         self._subs.append(sub)  # at once: a request that is made meanwhile is one of this generation
         try:
             await sub.open()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.infra.bus.client import Frame, Handler
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.puller import ACK, NAK, Puller
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -82,6 +83,30 @@ async def test_work_that_comes_later_is_taken_at_once(bus: Bus) -> None:
     await publish_jobs(bus, 1)
     await eventually(lambda: taker.seen == [b"1"])
     assert time.monotonic() - began < 0.5
+    await taker.puller.close()
+
+
+async def test_a_message_wakes_no_task_but_the_one_that_handles_it(
+    bus: Bus, broker: EmbeddedNats, subjects: Subjects
+) -> None:
+    await make_consumer(bus)
+    taker = Taker(bus, slots=100)
+    await taker.puller.start()
+    await bus.nc.flush()
+    reads = 0
+    parse = bus.nc._ps.parse
+
+    async def counted(data: bytes = b"") -> None:
+        nonlocal reads
+        reads += 1
+        await parse(data)
+
+    bus.nc._ps.parse = counted  # of the task that reads the link
+    async with opened(broker, subjects) as other:
+        for job in range(20):
+            await publish_jobs(other, job)
+            await eventually(lambda expected=job + 1: len(taker.seen) == expected)
+    assert reads == 0
     await taker.puller.close()
 
 
@@ -260,14 +285,22 @@ class Slow:
 async def test_after_a_drain_nothing_is_delivered_and_all_that_came_has_been(bus: Bus, restarts: int) -> None:
     await make_consumer(bus)
     came = 0
-    process = bus.nc._process_msg
+    process, subscribe = bus.nc._process_msg, bus.nc.subscribe_direct
 
-    async def counted(sid: int, subject: bytes, reply: bytes, *rest: Any) -> None:
+    async def counted(sid: int, subject: bytes, reply: bytes, *rest: Any) -> None:  # what has no handler any more
         nonlocal came
         came += reply.startswith(b"$JS.ACK.")
         await process(sid, subject, reply, *rest)
 
-    bus.nc._process_msg = counted
+    async def subscribed(subject: str, handler: Handler) -> Any:
+        def handle(frame: Frame) -> None:
+            nonlocal came
+            came += frame.reply.startswith(b"$JS.ACK.")
+            handler(frame)
+
+        return await subscribe(subject, handle)
+
+    bus.nc._process_msg, bus.nc.subscribe_direct = counted, subscribed
     for delay in (0.0, 0.003, 0.01, 0.02):
         came = 0
         taker = Slow(bus)
