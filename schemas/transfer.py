@@ -19,7 +19,19 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = "cpu"  # or "cuda"
     device: int = 0
     generations: int = 0  # address of one u32 per block, incremented when the block is reused; 0: there are none
-    layout: str = ""  # what a block holds (dtype, shape); blocks move only between equal layouts
+    # What a block holds: dtype and shape, KV heads last but one. Blocks move between equal layouts, and between those
+    # that differ in the number of heads only, if these are parts of as many.
+    layout: str = ""
+    first_head: int = 0  # of all of a block's KV heads, those here
+    all_heads: int = 0  # of a block; 0: all are here
+
+    @property
+    def whole_block(self) -> tuple[str, int]:
+        """Layout and bytes of a block with all of its heads: blocks move between workers where these are equal."""
+        if not self.all_heads:
+            return self.layout, self.block_bytes
+        outer, heads, size = self.layout.rsplit(",", 2)
+        return f"{outer},{self.all_heads},{size}", self.block_bytes // int(heads) * self.all_heads
 
 
 class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,6 +46,7 @@ class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     host: str = ""  # boot id and PID namespace; processes with equal ones can read each other's memory
     rdma: bool = False
     address: str = ""  # host name, for people
+    ranks: "tuple[Endpoint, ...]" = ()  # the others of one engine, with the same blocks and other heads of them
 
     @property
     def gpu(self) -> bool:

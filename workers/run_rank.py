@@ -3,17 +3,25 @@
 import os
 import socket
 import sys
+import threading
 
+from penstock.schemas.transfer import Memory
 from penstock.workers.engines.native.build import build_follower
 from penstock.workers.engines.native.ranks import Link, serve
+from penstock.workers.kv_transfer.ranks import serve_transport
+from penstock.workers.kv_transfer.transport_thread import open_transport
 
 
 def main() -> None:
-    """The argument is the number of the descriptor of a socket to rank 0."""
-    with socket.socket(fileno=int(sys.argv[1])) as end:
-        status = serve(Link(end), build_follower)
-        sys.stdout.flush()
-        os._exit(status)  # whatever threads of an exchange still wait
+    """The arguments are the numbers of the descriptors of two sockets to rank 0: for steps, and for transfers."""
+    steps, transfers = (Link(socket.socket(fileno=int(each))) for each in sys.argv[1:3])
+
+    def built(pools: dict[str, Memory]) -> None:
+        threading.Thread(target=serve_transport, args=(transfers, pools, open_transport), daemon=True).start()
+
+    status = serve(steps, build_follower, built)
+    sys.stdout.flush()
+    os._exit(status)  # whatever threads of an exchange still wait
 
 
 if __name__ == "__main__":

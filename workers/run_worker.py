@@ -108,11 +108,8 @@ def check_settings(settings: WorkerSettings) -> None:
     if settings.tensor_parallel_size > 1:
         if settings.engine not in ("native", "trtllm", "vllm", "sglang"):
             raise ValueError(f"--tensor-parallel-size: --engine {settings.engine} shares no layers; leave it out")
-        if settings.engine == "native" and settings.role != "aggregated":
-            raise ValueError(
-                f"--tensor-parallel-size: with --role {settings.role} the native engine runs on one GPU; leave it out, "
-                "or use --role aggregated"
-            )
+        if settings.engine == "native" and settings.role == "encode":
+            raise ValueError("--tensor-parallel-size: a vision tower is not split; leave it out with --role encode")
     if settings.engine not in ("native", "mock") and (
         settings.weights_folder or settings.sleep_after_s or settings.share_device
     ):

@@ -55,7 +55,7 @@ def transfer_kind(registration: Registration) -> TransferKind | None:
     if endpoint is None:
         return None
     pool = endpoint.pools.get("kv")
-    layout, size = (pool.layout, pool.block_bytes) if pool is not None else ("", 0)
+    layout, size = pool.whole_block if pool is not None else ("", 0)
     return (endpoint.backend, layout, size, registration.block_size, registration.revision)
 
 

@@ -135,6 +135,18 @@ ENDPOINT = transfer.Endpoint(
     rdma=True,
     address="h",
 )
+SPLIT_ENDPOINT = transfer.Endpoint(
+    agent="w-2/1",
+    backend="nixl",
+    pools={"kv": transfer.Memory(2**47, 1 << 20, 100, "cuda", 0, 2**46, "bfloat16(32,2,32,4,128)", 0, 8)},
+    ranks=(
+        transfer.Endpoint(
+            agent="w-2/1:rank1",
+            backend="nixl",
+            pools={"kv": transfer.Memory(2**47, 1 << 20, 100, "cuda", 1, 0, "bfloat16(32,2,32,4,128)", 4, 8)},
+        ),
+    ),
+)
 TICKET = transfer.Ticket(
     id="t-1",
     worker="w-1",
@@ -829,6 +841,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "release": (control.Release("t-1", "w-2"), control.decode_worker),
     "push": (
         control.Push("t-1", "w-2", ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),
+        control.decode_worker,
+    ),
+    "push_over_ranks": (
+        control.Push("t-1", "w-2", SPLIT_ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),
         control.decode_worker,
     ),
     "pushed": (control.Pushed("timeout", "late", 8, 0.5, False), control.decode_pushed),

@@ -142,7 +142,8 @@ class Owner:
             wire.pack_tokens(list(generations)),
             self._clock.now_ns() + int(self._lease_s * 1e9),
         )
-        size = endpoint.pools[pool].block_bytes if blocks else 0
+        parts = (endpoint, *endpoint.ranks)
+        size = sum(each.pools[pool].block_bytes for each in parts) if blocks else 0
         self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, free))
         self._tickets[ticket_id] = ticket
         self._ledger.record(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)

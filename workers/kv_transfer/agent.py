@@ -7,6 +7,7 @@ From block ids to memory ranges that an agent copies, after checking that these 
 Pure. Ids are checked here, before an agent sees an address: a wrong one could kill the peer.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 
+MOST_RANGES = 1 << 14  # of a copy that takes some heads of each block
 PIECE_BYTES = 64 << 20  # a direct copy blocks the agent's thread: about 10 ms each
 WORD_BYTES = 4  # of a generation
 
@@ -57,6 +59,11 @@ def check_pool(own: Endpoint, peer: Endpoint, pool: str) -> None:
         if pool not in endpoint.pools:
             raise _refused(peer, f"{whose} no pool {pool!r}; it has {sorted(endpoint.pools)}")
     own_pool, peer_pool = own.pools[pool], peer.pools[pool]
+    if own_pool.all_heads or peer_pool.all_heads:
+        if not common_heads(own_pool, peer_pool):
+            parts = f"{_part(peer_pool)} there, {_part(own_pool)} here"
+            raise _refused(peer, f"pool {pool!r} holds {parts}, which have nothing in common")
+        return
     if own_pool.block_bytes != peer_pool.block_bytes:
         raise _refused(
             peer,
@@ -103,6 +110,77 @@ def copy_ops(
     for first in range(0, len(local), step):
         local_part, remote_part = local[first : first + step], remote[first : first + step]
         yield merge_runs(own_pool, peer_pool, np.array(local_part, np.int64), np.array(remote_part, np.int64))
+
+
+class _Part(NamedTuple):
+    """What a pool has of each block."""
+
+    dtype: str
+    rows: int  # of heads in a block: layers, keys and values, tokens
+    size: int  # of a head
+    first: int
+    heads: int
+    all: int
+
+    def __str__(self) -> str:
+        heads = f"heads {self.first} to {self.first + self.heads - 1} of {self.all}"
+        return f"{heads}, {self.rows} rows of {self.dtype}({self.size})"
+
+
+def _part(pool: Memory) -> _Part | None:
+    """None: its layout has no heads."""
+    dtype, _, sizes = pool.layout.rstrip(")").partition("(")
+    try:
+        *outer, heads, size = (int(each) for each in sizes.split(","))
+    except ValueError:
+        return None
+    return _Part(dtype, math.prod(outer), size, pool.first_head, heads, pool.all_heads or heads)
+
+
+def common_heads(own_pool: Memory, peer_pool: Memory) -> range:
+    """The heads of a block that two pools both have; empty, too, if these are not of equal blocks."""
+    own, peer = _part(own_pool), _part(peer_pool)
+    if own is None or peer is None or own[:3] != peer[:3] or own.all != peer.all:
+        return range(0)
+    return range(max(own.first, peer.first), min(own.first + own.heads, peer.first + peer.heads))
+
+
+def same_heads(own_pool: Memory, peer_pool: Memory) -> bool:
+    """Whether two pools, which have heads in common, have the same ones: then blocks are copied whole."""
+    return (own_pool.first_head, own_pool.layout) == (peer_pool.first_head, peer_pool.layout)
+
+
+def head_copies(
+    own_pool: Memory, peer_pool: Memory, local: Sequence[int], remote: Sequence[int]
+) -> tuple[Iterator[CopyOp], int]:
+    """The copies of the heads that both pools have of these blocks, and how many bytes they are.
+
+    One range per layer and token, where the heads are beside each other.
+    """
+    own, peer, heads = _part(own_pool), _part(peer_pool), common_heads(own_pool, peer_pool)
+    assert own is not None
+    assert peer is not None
+    size = own_pool.block_bytes // (own.rows * own.heads)  # bytes of a head
+    return _head_copies((own_pool, own, local), (peer_pool, peer, remote), heads, size), (
+        len(local) * own.rows * len(heads) * size
+    )
+
+
+_Side = tuple[Memory, _Part, Sequence[int]]
+
+
+def _head_copies(own: _Side, peer: _Side, heads: range, size: int) -> Iterator[CopyOp]:
+    rows = own[1].rows
+    lengths, at = np.full(rows, len(heads) * size), np.arange(rows)
+    step = max(1, MOST_RANGES // rows)
+    for first in range(0, len(own[2]), step):
+        sides = []
+        for pool, part, ids in (own, peer):
+            starts = at * part.heads * size + (heads.start - part.first) * size
+            blocks = pool.base + np.array(ids[first : first + step], np.int64) * pool.block_bytes
+            addresses = (blocks[:, None] + starts).reshape(-1)
+            sides.append(MemoryRanges(pool.kind, _rows(addresses, np.tile(lengths, len(blocks)), pool.device)))
+        yield CopyOp(*sides)
 
 
 def merge_runs(own_pool: Memory, peer_pool: Memory, local: NDArray[np.int64], remote: NDArray[np.int64]) -> CopyOp:

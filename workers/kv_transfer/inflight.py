@@ -346,6 +346,12 @@ class InflightTransfers:
             return
         blocks.check_pool(own, peer, request.pool)
         own_pool, peer_pool = own.pools[request.pool], peer.pools[request.pool]
+        split = own_pool.all_heads or peer_pool.all_heads
+        if split and request.op == "WRITE":
+            raise TransferError(
+                "refused",
+                f"agent {peer.agent}: blocks that ranks share are read, by shared memory or RDMA, not written",
+            )
         blocks.check_ids(
             own_pool,
             peer_pool,
@@ -358,10 +364,13 @@ class InflightTransfers:
         self._peers.load(peer)
         # Only a direct copy between processes blocks the thread; an asynchronous one goes in one piece.
         direct = own_pool.kind == peer_pool.kind == "cpu" and own.host == peer.host != ""
-        transfer.moves = blocks.copy_ops(own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct)
-        transfer.size = len(request.local) * own_pool.block_bytes
         transfer.at_risk = len(request.local)
         transfer.gpu = own_pool.kind == peer_pool.kind == "cuda"
+        transfer.size = len(request.local) * own_pool.block_bytes
+        if split and not blocks.same_heads(own_pool, peer_pool):
+            transfer.moves, transfer.size = blocks.head_copies(own_pool, peer_pool, request.local, request.remote)
+            return
+        transfer.moves = blocks.copy_ops(own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct)
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
         """Post the next piece, or poll the one posted; returns whether either made progress."""

@@ -50,6 +50,7 @@ class TokenBackend:
         self._thread: EngineThread | None = None
         self._transport: Transport | None = None
         self._info: EngineInfo
+        self._engine: Engine
         self._vision: VisionEngine | None = None
         self._grammars: Grammars | None = None
         self._adapters: AdapterTable | None = None
@@ -103,7 +104,7 @@ class TokenBackend:
         """
         assert self._thread is not None
         settings = self._settings
-        engine = await asyncio.to_thread(self._thread.wait_ready)
+        engine = self._engine = await asyncio.to_thread(self._thread.wait_ready)
         self._info = engine.info
         self.load_seconds = engine.info.load_seconds
         for collector in getattr(engine, "collectors", tuple)():  # the engine's own metrics
@@ -158,24 +159,34 @@ class TokenBackend:
         Raises:
             TransportUnavailable: it is needed and cannot be opened.
         """
-        settings = self._settings
+        settings, backend = self._settings, self._settings.transfer
         no_kv = settings.role == "aggregated" or bool(self._info.handoff_layout)
-        if settings.transfer == "none" or (no_kv and self._vision is None):
+        if backend == "none" or (no_kv and self._vision is None):
             return None
 
         def renewed(endpoint: Endpoint) -> None:
             log.warning("transfer_agent_renewed", agent=endpoint.agent)
             asyncio.run_coroutine_threadsafe(self._events.registration_changed(), self._loop)
 
+        from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport
         from penstock.workers.kv_transfer.transport_thread import open_transport
 
         pools = await asyncio.wrap_future(self._engine_loop.call(lambda engine: engine.memory()))
         if no_kv and not pools:  # its engine embeds images itself
             return None
+        ranks = getattr(self._engine, "transfers", ())  # of a model that is split over several
+
+        def opened() -> Transport:
+            quarantine_s = settings.quarantine_s
+            others = [
+                RemoteTransport(channel, f"{name}:rank{number}", renewed, quarantine_s)
+                for number, channel in enumerate(ranks, 1)
+            ]
+            own = open_transport(backend, name, pools, on_renewed=renewed, quarantine_s=quarantine_s)
+            return RankTransports(own, others)
+
         try:
-            return await asyncio.to_thread(
-                open_transport, settings.transfer, name, pools, on_renewed=renewed, quarantine_s=settings.quarantine_s
-            )
+            return await asyncio.to_thread(opened)
         except TransportUnavailable as error:
             if settings.role != "aggregated":
                 raise

@@ -341,3 +341,40 @@ async def test_a_worker_over_two_ranks_answers_as_others_do_and_ends_with_one_of
     assert "rank 1 of 2 was ended by SIGKILL" in split.log.read_text()
     timeline, _ = await ending(demo_bus, request)
     assert [each.decision.chosen.startswith("split") for each in timeline.routed] == [True, False]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("widths", ["2-1", pytest.param("1-2", marks=pytest.mark.slow)])
+async def test_prefill_and_decode_workers_of_different_widths_hand_off(
+    demo: Deployment, demo_bus: Bus, widths: str
+) -> None:
+    """Over NIXL: each rank's blocks are in a process of their own."""
+    model = f"of-{widths}"
+    started = [
+        demo.also(
+            *("worker", "--engine", "native", "--model", str(modeldir.DEMO), "--served-model-name", model),
+            *("--threads", "1", "--kv-blocks", "200", "--role", role, "--tensor-parallel-size", width),
+        )
+        for role, width in zip(("prefill", "decode"), widths.split("-"), strict=True)
+    ]
+    for worker in started:
+        await asyncio.to_thread(worker.wait_for, "worker_registered", 120)
+    text = " ".join(f"The number of room {room} is {room * 37 % 1000}." for room in range(80))
+    asked = {"prompt": f"{text} Then", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    try:
+        async with httpx.AsyncClient(base_url=demo.urls[0], trust_env=False, timeout=120) as client:
+            whole = (await client.post("/v1/completions", json={**asked, "model": "demo"})).json()
+
+            async def answered() -> httpx.Response | None:  # gateways hear of a model a moment after its workers
+                answer = await client.post("/v1/completions", json={**asked, "model": model})
+                return answer if answer.status_code != 404 else None
+
+            apart: httpx.Response = await until(answered, "the model is known")
+        assert apart.json()["choices"] == whole["choices"]
+        timeline, _ = await ending(demo_bus, apart.headers["x-request-id"])
+        assert [stage.role for stage in timeline.routed[0].decision.route] == ["prefill", "decode"]
+        states = [line.state for line in timeline.handoffs]
+        assert "read" in states
+        assert "failed" not in states
+    finally:
+        await stopped(started)

@@ -108,6 +108,17 @@ def test_blocks_take_the_nearest_transfer_path(
     assert names(decided(member("d", "decode", transfer=decode), *pool)) == [f"prefill {expected}", "decode d"]
 
 
+def test_workers_of_different_widths_are_partners_if_their_blocks_are_equal() -> None:
+    def over(ranks: int, heads: int) -> Endpoint:
+        pool = Memory(0, 64 // ranks, 10, layout=f"float32(2,2,2,{heads // ranks},1)", all_heads=heads)
+        return Endpoint(f"agent of {ranks}", "nixl", pools={"kv": pool}, host="h1")
+
+    whole = Endpoint("agent", "nixl", pools={"kv": Memory(0, 64, 10, layout="float32(2,2,2,8,1)")}, host="h1")
+    pool = [member(name, "prefill", transfer=found) for name, found in (("other", over(2, 4)), ("same", over(4, 8)))]
+    for reader in (over(2, 8), whole):
+        assert names(decided(member("d", "decode", transfer=reader), *pool)) == ["prefill same", "decode d"]
+
+
 def test_a_near_worker_wins_until_its_backlog_outweighs_the_transfer() -> None:
     def pick(tokens: float) -> str:
         near = member("near", "prefill", Load(1, 1, 0, tokens))

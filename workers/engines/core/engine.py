@@ -12,7 +12,7 @@ The state of a scheduler in numbers, as engines report it. Pure.
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -399,6 +399,11 @@ class ScheduledEngine:
         pools = self._owned.memory()
         kv = {name: msgspec.structs.replace(pool, generations=generations) for name, pool in pools.items()}
         return kv if self.vision is None else kv | self.vision.memory()
+
+    @property
+    def transfers(self) -> tuple[Any, ...]:
+        """Channels to the other ranks of a model that is split, over which they are asked to move blocks."""
+        return getattr(self._owned, "transfers", ())
 
     def release_pinned(self, key: object) -> bool:
         return self.scheduler.pinned.release(key)

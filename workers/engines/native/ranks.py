@@ -8,9 +8,11 @@ thread that started it, whatever it is doing. The end of any rank is the end of 
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -45,7 +47,7 @@ log = structlog.get_logger("engine")
 
 PROCESS = "penstock.workers.run_rank"
 LOAD_S = 3600.0  # weights of the largest models
-SEND_S = 30.0  # for which a rank may leave a step unread
+SEND_S = 30  # for which a rank may leave a step unread
 END_S = 3.0  # from the end of its socket to that of its process
 CAUSE_S = 1.0  # in which the end of a process becomes known, after an exchange with it has failed
 _PREFIX = 4  # bytes of a message's length
@@ -88,17 +90,18 @@ _decode_step = msgspec.msgpack.Decoder(RankStep).decode
 
 
 class Link:
-    """Messages over one end of a socket pair."""
+    """Messages over one end of a socket pair. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        end.setblocking(True)  # a timeout of Python's would be of both directions
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
 
     def send(self, message: bytes) -> None:
         """
         Raises:
             OSError: the other end is closed, or has read nothing for too long.
         """
-        self._end.settimeout(SEND_S)
         self._end.sendall(len(message).to_bytes(_PREFIX, "big") + message)
 
     def receive(self, seconds: float | None = None) -> bytes:
@@ -109,7 +112,8 @@ class Link:
         Raises:
             TimeoutError: none came in time.
         """
-        self._end.settimeout(seconds)
+        if seconds is not None and not select.select([self._end], [], [], seconds)[0]:
+            raise TimeoutError
         try:
             return self._read(int.from_bytes(self._read(_PREFIX), "big"))
         except ConnectionError:
@@ -130,6 +134,13 @@ class Link:
         self._end.close()
 
 
+class RankSockets(NamedTuple):
+    """A rank's ends of socket pairs."""
+
+    steps: socket.socket
+    transfers: socket.socket  # how its blocks move to and from other workers, whatever step is computed
+
+
 class RankProcess(Protocol):
     """As ``subprocess.Popen``."""
 
@@ -138,13 +149,14 @@ class RankProcess(Protocol):
     def kill(self) -> None: ...
 
 
-def start_process(end: socket.socket) -> RankProcess:
-    """Start a rank that reads its order from this end of a socket pair. Call it in a thread that lives as long."""
+def start_process(ends: RankSockets) -> RankProcess:
+    """Start a rank with these sockets. Call it in a thread that lives as long."""
+    descriptors = [end.fileno() for end in ends]
     environ = dict(os.environ)
     budgets.wait_passively(environ)
     return subprocess.Popen(
-        [sys.executable, "-m", PROCESS, str(end.fileno())],
-        pass_fds=[end.fileno()],
+        [sys.executable, "-m", PROCESS, *map(str, descriptors)],
+        pass_fds=descriptors,
         env=environ,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the worker, which ends its ranks
@@ -155,6 +167,7 @@ def start_process(end: socket.socket) -> RankProcess:
 class _Rank(NamedTuple):
     number: int
     link: Link
+    transfers: Link
     process: RankProcess
 
 
@@ -173,7 +186,7 @@ class EngineRanks:
         model: str,
         options: NativeOptions,
         lost: Callable[[EngineError], None] = lambda error: None,
-        start: Callable[[socket.socket], RankProcess] = start_process,
+        start: Callable[[RankSockets], RankProcess] = start_process,
     ) -> None:
         self.group = RankGroup(0, options.tensor_parallel_size, self._meet)
         self._lost = lost
@@ -192,10 +205,11 @@ class EngineRanks:
             self.close()
             raise
 
-    def _start(self, order: RankOrder, start: Callable[[socket.socket], RankProcess]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            rank = _Rank(order.rank, Link(ours), start(theirs))
+    def _start(self, order: RankOrder, start: Callable[[RankSockets], RankProcess]) -> None:
+        steps, transfers = socket.socketpair(), socket.socketpair()
+        with steps[1], transfers[1]:
+            process = start(RankSockets(steps[1], transfers[1]))
+        rank = _Rank(order.rank, Link(steps[0]), Link(transfers[0]), process)
         self._ranks.append(rank)
         threading.Thread(target=self._watch, args=(rank,), name=f"rank-{order.rank}", daemon=True).start()
         with contextlib.suppress(OSError):  # its end is seen when the ranks meet
@@ -295,6 +309,10 @@ class EngineRanks:
                 self.group.broken = True
                 raise EngineError(f"{self._name(rank)} takes no steps: {error}") from error
 
+    @property
+    def transfers(self) -> tuple[Link, ...]:
+        return tuple(rank.transfers for rank in self._ranks)
+
     def close(self) -> None:
         """End the other ranks. May be called twice."""
         with self._lock:
@@ -305,6 +323,7 @@ class EngineRanks:
         self.group.close()
         for rank in self._ranks:
             rank.link.close()
+            rank.transfers.close()
         until = time.monotonic() + END_S
         for rank in self._ranks:
             try:
@@ -329,9 +348,14 @@ class LeadingExecutor:
         """Rank 0's part of all blocks; None once it is closed."""
         return self._executor.pool
 
+    @property
+    def transfers(self) -> tuple[Link, ...]:
+        """Of each other rank: how its blocks are moved."""
+        return self._ranks.transfers
+
     def memory(self) -> dict[str, Memory]:
-        """None: each rank has a part of every block."""
-        return {}
+        """Rank 0's part of the blocks."""
+        return self._executor.memory()
 
     def close(self) -> None:
         self._ranks.close()
@@ -413,6 +437,10 @@ class RankFollower:
             paged = paged_attention(self._pools.kv, full, self._pools.sliding, sliding)
             self._model.logits(inputs, places, rows, paged)
 
+    def memory(self) -> dict[str, Memory]:
+        """As of ``Executor``."""
+        return {} if self._pools.sliding is not None else {"kv": self._pools.kv.memory()}
+
     def _update(self, changes: list[int]) -> None:
         at = 0
         while at < len(changes):
@@ -426,8 +454,16 @@ def _parts(step: RankStep) -> tuple[bytes, bytes, bytes, bytes]:
     return step.tokens, step.wanted, step.spans, step.changes
 
 
-def serve(link: Link, build: Callable[[str, NativeOptions, RankGroup], RankFollower]) -> int:
-    """Be a rank until its socket closes; returns the exit status."""
+def serve(
+    link: Link,
+    build: Callable[[str, NativeOptions, RankGroup], RankFollower],
+    built: Callable[[dict[str, Memory]], None] = lambda pools: None,
+) -> int:
+    """Be a rank until its socket closes; returns the exit status.
+
+    Args:
+        built: called with the rank's pools that other workers may read, before its first step.
+    """
     message = link.receive(LOAD_S)
     if not message:
         return 0
@@ -442,6 +478,7 @@ def serve(link: Link, build: Callable[[str, NativeOptions, RankGroup], RankFollo
     try:
         group = RankGroup(order.rank, order.options.tensor_parallel_size, meet)
         follower = build(order.model, order.options, group)
+        built(follower.memory())
         while message := link.receive():
             follower.compute(_decode_step(message))
     except _LeaderEnded:

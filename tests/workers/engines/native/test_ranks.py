@@ -4,9 +4,9 @@ Most ranks are threads here, with sockets and exchanges as between processes: th
 """
 
 import queue
-import socket
 import subprocess
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,34 +15,59 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.requests import Sampling
+from penstock.schemas.transfer import Memory
+from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.native import build as build_module
 from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model import loading
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.ranks import EngineRanks, Link, serve, start_process
+from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve, start_process
+from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
 from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt, request, run, tokens
+from tests.workers.engines.native.test_handoff import ROOT, prefilled
+from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 
 LENGTHS = (1, 13, 33)  # around block borders and windows
 COUNT = 12
 UNSPLIT = {"gpt_oss"}  # transformers has no plan for it
 
 
+@pytest.fixture(autouse=True)
+def one_load_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers loads by global state, and a rank is not alone in its process here."""
+    lock, load = threading.Lock(), loading.weights
+
+    def weights(*args: Any, **more: Any) -> Any:
+        with lock:
+            return load(*args, **more)
+
+    monkeypatch.setattr(loading, "weights", weights)
+
+
 class RankThread:
     """``RankProcess`` as a thread. ``kill``: its socket closes, as if the process had ended."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end.dup()
-        self._killed = False
+    def __init__(self, ends: RankSockets, network: LoopbackNetwork | None = None) -> None:
+        self._ends = RankSockets(*(end.dup() for end in ends))
+        self._network = network
         self._status = 0
         self._thread = threading.Thread(target=self._run, name="rank", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._status = serve(Link(self._end), build_module.build_follower)
-        self._end.close()
+        self._status = serve(Link(self._ends.steps), build_module.build_follower, self._built)
+        self.kill()
+
+    def _built(self, pools: dict[str, Memory]) -> None:
+        if self._network is not None:
+            opened = partial(open_loopback, self._network)
+            arguments = (Link(self._ends.transfers), pools, lambda backend, agent, pools, **more: opened(agent, pools))
+            threading.Thread(target=serve_transport, args=arguments, daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> int:
         self._thread.join(timeout)
@@ -51,7 +76,8 @@ class RankThread:
         return self._status
 
     def kill(self) -> None:
-        self._end.close()
+        for end in self._ends:
+            end.close()
 
 
 @contextmanager
@@ -161,8 +187,8 @@ def test_a_killed_rank_ends_the_engine_and_no_request_is_to_blame(model_dir: Cal
     started: list[subprocess.Popen[bytes]] = []
     lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
 
-    def start(end: socket.socket) -> Any:
-        started.append(cast("subprocess.Popen[bytes]", start_process(end)))
+    def start(ends: RankSockets) -> Any:
+        started.append(cast("subprocess.Popen[bytes]", start_process(ends)))
         return started[-1]
 
     with engine(model_dir("llama"), 2, lost=lost.put, start=start) as native:
@@ -180,10 +206,44 @@ def test_a_killed_rank_ends_the_engine_and_no_request_is_to_blame(model_dir: Cal
 def test_ranks_end_with_their_engine(model_dir: Callable[[str], Path]) -> None:
     made: list[RankThread] = []
 
-    def start(end: socket.socket) -> RankThread:
-        made.append(RankThread(end))
+    def start(ends: RankSockets) -> RankThread:
+        made.append(RankThread(ends))
         return made[-1]
 
     with engine(model_dir("llama"), 2, start=start):
         assert len(made) == 1
     assert made[0].wait(0) == 0
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2), (2, 4)], ids=str)
+def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
+    widths: tuple[int, int], model_dir: Callable[[str], Path]
+) -> None:
+    """Nothing of the prompt is computed again, and all ranks have their part of it."""
+    network, model, words = LoopbackNetwork(), model_dir("llama"), prompt(30)
+
+    def transport(made: ScheduledEngine, name: str) -> RankTransports:
+        others = [RemoteTransport(link, f"{name}:{at}", print, 5.0) for at, link in enumerate(made.transfers)]
+        return RankTransports(open_loopback(network, name, made.memory()), others)
+
+    start = partial(RankThread, network=network)
+    with engine(model, widths[0], start=start) as source, engine(model, widths[1], start=start) as target:
+        owner, reader = transport(source, "owner"), transport(target, "reader")
+        pinned, first = prefilled(source, request(0, words, 1, root=ROOT))
+        digests = split(chain(pack_tokens(array("I", words)), 8, ROOT))
+        assert target.kv_transfer is not None
+        reservation = target.kv_transfer.reserve(digests, 1, 1)
+        assert reservation is not None
+        into = reservation.blocks + reservation.tails
+        moved = reader.read(owner.endpoint, "kv", pinned.blocks, into, generations=pinned.generations)
+        assert moved.result(20).bytes
+        target.kv_transfer.adopt(reservation)
+        again = request(0, words, 12, root=ROOT, digests=digests, generated=[first], reservation=reservation)
+        target.submit(again)
+        results = drain(target)
+        reader.close()
+        owner.close()
+    answer = [first, *(output.token for result in results for output in result.outputs)]
+    assert answer == expected(model, words, 12)
+    assert results[0].started[0].cached_tokens == len(words)
+    assert results[0].computed_tokens == 1

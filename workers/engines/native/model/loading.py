@@ -14,6 +14,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -269,6 +270,9 @@ def describe(
     """
     attention.register()
     shape, windows, vocab_size, heads = _inspect(loaded, loaded.device)
+    if group is not None:
+        first, every = group.kv_heads
+        shape = replace(shape, first_head=first, all_heads=every)
     longest = positions(loaded.config, files)
     model = Model(
         forward=loaded,

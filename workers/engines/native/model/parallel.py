@@ -33,13 +33,16 @@ class RankGroup:
     Attributes:
         rank, size: which of how many this is.
         broken: an exchange has failed, as it does when another rank has ended.
+        kv_heads: the first that this rank has, and how many the whole model has; 0: attention is not split.
     """
 
     def __init__(self, rank: int, size: int, meet: Callable[[], Any]) -> None:
         self.rank, self.size = rank, size
         self.broken = False
+        self.kv_heads = (0, 0)
         self._meet = meet
         self._exchange: Any = None
+        self._aborts = False
 
     def connect(self, device: torch.device) -> None:
         """Connect to the other ranks; repeating it changes nothing.
@@ -56,6 +59,7 @@ class RankGroup:
             options = library.ProcessGroupNCCL.Options()
             options._timeout = bound
             self._exchange = library.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._aborts = True  # a GPU would wait for a rank that has ended; gloo's connections end by themselves
             return
         options = library.ProcessGroupGloo._Options()
         options._timeout = bound
@@ -90,7 +94,10 @@ class RankGroup:
             raise
 
     def close(self) -> None:
-        self._exchange = None
+        """End exchanges that wait for another rank, too."""
+        exchange, self._exchange = self._exchange, None
+        if self._aborts and exchange is not None:
+            exchange.abort()
 
 
 class RowParallel(nn.Module):
@@ -190,6 +197,8 @@ def _split_rows(model: Any, path: str, group: RankGroup) -> int:
     else:
         count = _share(heads, "heads" if unit > 1 else "rows", path, group)
         first = group.rank * count
+    if name == "k_proj":
+        group.kv_heads = (first, heads)
     rows = slice(first * unit, (first + count) * unit)
     linear.weight = _parameter(linear.weight.data[rows].clone())
     if linear.bias is not None:

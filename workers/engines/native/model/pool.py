@@ -28,11 +28,18 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Keys and values of one token."""
+    """Keys and values of one token.
+
+    Attributes:
+        kv_heads: of this rank.
+        first_head, all_heads: of a model that is split: the first of them, of how many; 0: they are all.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
+    first_head: int = 0
+    all_heads: int = 0
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         return self.layers * 2 * block_size * self.kv_heads * self.head_dim * dtype.itemsize
@@ -130,6 +137,8 @@ class KvPool:
             kind=kind,
             device=device,
             layout=f"{dtype_name(self.data.dtype)}({sizes})",
+            first_head=self.shape.first_head,
+            all_heads=self.shape.all_heads,
         )
 
 

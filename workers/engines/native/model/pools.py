@@ -4,7 +4,7 @@ The KV of models with sliding windows: two pools, so that blocks behind a window
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model.attention import AttentionParams, Paged
 from penstock.workers.engines.native.model.model import Model
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.model.pool import DTYPES, KvPool, KvShape, blocks_that_fit
+from penstock.workers.engines.native.model.pool import DTYPES, KvPool, blocks_that_fit
 
 MIN_SHARE = 0.25  # rows of sliding layers per block of full-attention layers
 MAX_EMPTY_BLOCKS = 1 << 18  # blocks of a model without full-attention layers: they take no memory
@@ -152,7 +152,7 @@ def make_pools(
     layers = sliding_layers(model.windows, model_len) if hybrid else None
 
     def pool(count: int, number: int) -> KvPool:
-        shape = KvShape(count, model.shape.kv_heads, model.shape.head_dim)
+        shape = replace(model.shape, layers=count)
         return KvPool(shape, number, size, dtype, model.device, model.dtype)
 
     try:
