@@ -1,6 +1,7 @@
 """Workers on vLLM in the real pipeline: its stand-in, or with ``PENSTOCK_CONTRACT_REAL=vllm`` the package itself."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -11,20 +12,24 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.model.modeldir import DEMO
+from penstock.infra.model.modeldir import DEMO, MODELS
 from penstock.log_tools.requests.leases import leases
 from penstock.log_tools.timeline.read import read_timeline
 from tests import standins
+from tests.demo_model.shared_weights import join
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import cached, chosen, published
 from tests.pipeline.support import ROOT, Deployment, Process, ending, free_port, idle_workers, metrics, stopped, until
+from tests.workers.engines.native.pictures import COUNT, TOKENS, expected, picture, prompt
 
 REAL = os.environ.get("PENSTOCK_CONTRACT_REAL") == "vllm"
 START_S = 240.0 if REAL else 60.0
 BLOCK = 32
+VISION = MODELS / "demo-vision"
 FLAGS = ("--engine", "vllm", "--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8", "--threads", "1")
 EXACT = ("--dtype", "float32", "--override-engine-args", '{"enforce_eager": true}')
 QUESTION = "The code of the red door is 4711. The code of the blue door is 1234. " * 3 + "What is 347 + 586?"
@@ -292,3 +297,35 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
     assert {lease.last.state for lease in (await leases(bus, time.time_ns())).values()} == {"released"}
     assert await stopped(list(roles.values())) == [0, 0]
     await all_end(list(roles.values()))
+
+
+async def test_a_worker_sees_images_and_its_blocks_are_known_by_them(
+    deployment: Deployment, variables: dict[str, str], http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """The same question about the same picture comes from the cache; about another one, it does not."""
+    join(VISION, tmp_path / "demo-vision")
+    flags = [str(tmp_path / "demo-vision") if flag == str(DEMO) else flag for flag in FLAGS]
+    worker = deployment.also(
+        "worker", *flags, *EXACT, "--name", "sees", "--metrics-port", str(free_port()), **variables
+    )
+    worker.wait_for("worker_registered", START_S)
+    known = await http.get("/v1/models")
+    assert "demo-vision" in [each["id"] for each in known.json()["data"]]
+
+    async def asked(number: int) -> dict[str, Any]:
+        url = "data:image/png;base64," + base64.b64encode(picture(number)).decode()
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Describe the picture."}]
+        body = {"model": "demo-vision", "messages": [{"role": "user", "content": content}], "temperature": 0}
+        answer = await http.post("/v1/chat/completions", json=body | {"max_tokens": COUNT, "ignore_eos": True})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    first, other, again = [await asked(number) for number in (1, 2, 1)]
+    texts = [each["choices"][0]["message"]["content"] for each in (first, other, again)]
+    tokenizer = Tokenizer.from_file(str(VISION / "tokenizer.json"))
+    assert texts[0] == texts[2] == tokenizer.decode(expected(prompt(1), (1,)))
+    assert texts[1] == tokenizer.decode(expected(prompt(1), (2,)))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= TOKENS // BLOCK * BLOCK
+    assert (other["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0) < TOKENS
+    worker.stop()
