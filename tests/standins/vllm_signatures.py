@@ -17,6 +17,8 @@ import msgspec
 METHODS = (
     "generate",
     "abort",
+    "add_lora",
+    "remove_lora",
     "check_health",
     "from_engine_args",
     "shutdown",
