@@ -218,6 +218,7 @@ MEANINGS = {
     "were deleted by hand; `requests` shows what is left of them as unknown",
     "block_damaged": "a stopped broker's file has a damaged block; the rest was read",
     "prompts_kept_shorter": "prompts will be deleted before the promised 7 days; their records stay",
+    "options_left_out": "the server of `--engine openai` refuses these options: they have no effect, as answers say",
     "prompts_sent_as_text": (
         "prompts go to the server of `--engine openai` as text, since it counts other tokens than the model's tokenizer"
     ),

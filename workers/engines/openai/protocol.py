@@ -30,6 +30,12 @@ class ServerAbilities(NamedTuple):
     sends_ids: bool
     max_model_len: int = 0  # that it says; 0: it does not
     takes_salt: bool = False  # ``cache_salt``, which keeps the caches of tenants apart
+    refuses: frozenset[str] = frozenset()  # of ``OPTIONAL``
+
+
+# Options beyond OpenAI's that models have defaults for, each with a value to ask with. A server that refuses a name is
+# not sent it: it would refuse every request of such a model.
+OPTIONAL: Mapping[str, Any] = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
 
 
 class BadAnswer(Exception):
@@ -74,6 +80,8 @@ def body_of(
     body |= {"temperature": 0.0} if greedy(sampling) else shape(sampling)
     if not body.get("top_k", 1):
         del body["top_k"]
+    for name in abilities.refuses & body.keys():
+        del body[name]
     if biases := bias(sampling, said):
         body["logit_bias"] = {str(token): value for token, value in biases.items()}
     if stop.ignore_eos:

@@ -33,6 +33,7 @@ from penstock.workers.engines.external.engine import BlockCounts, ExternalEngine
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
 from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate
 from penstock.workers.engines.openai.protocol import (
+    OPTIONAL,
     BadAnswer,
     CompletionReader,
     ConcurrencyWindow,
@@ -206,11 +207,20 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -
         log.warning(
             "prompts_sent_as_text", counted=counted, encoded=encoded[0], reason="the server counts other tokens"
         )
-    takes_salt = False
-    with contextlib.suppress(CompletionRefused):
-        await server.complete(model=name, prompt=PROBE, max_tokens=1, temperature=0.0, cache_salt="probe")
-        takes_salt = True
-    return ServerAbilities(name, takes_ids, sends_ids, there[name], takes_salt)
+
+    async def takes(**options: Any) -> bool:
+        try:
+            await server.complete(model=name, prompt=PROBE, max_tokens=1, **({"temperature": 0.5} | options))
+        except CompletionRefused:
+            return False
+        return True
+
+    takes_salt = await takes(cache_salt="probe")
+    refuses = frozenset[str]()
+    if not await takes(**OPTIONAL):
+        refuses = frozenset([option for option, value in OPTIONAL.items() if not await takes(**{option: value})])
+        log.warning("options_left_out", options=sorted(refuses), reason="the server refuses them")
+    return ServerAbilities(name, takes_ids, sends_ids, there[name], takes_salt, refuses)
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -488,6 +498,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
             kv_events=False,
             load_seconds=time.perf_counter() - began,
             max_batched_tokens=settings.max_batched_tokens,
+            ignored_options=tuple(sorted(abilities.refuses)),
         )
         window = ConcurrencyWindow(settings.max_running)
         runtime: EngineRuntime[None] = EngineRuntime(server, None, loop, undo.pop_all())

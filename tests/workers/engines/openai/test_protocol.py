@@ -120,6 +120,15 @@ def test_a_body_continues_behind_what_was_said_and_names_only_what_is_asked() ->
     assert (more["temperature"], more["ignore_eos"], more["min_tokens"], more["logprobs"]) == (0.0, True, 3, 2)
 
 
+def test_what_a_server_refuses_by_name_is_left_out() -> None:
+    drawn = asked(8, Sampling(temperature=0.5, top_k=5, min_p=0.1, seed=3))
+    tokenizer = model().tokenizer
+    assert {"top_k", "min_p"} <= body_of(drawn, [], TEXT, INFO, tokenizer).keys()
+    left = body_of(drawn, [], TEXT._replace(refuses=frozenset({"top_k", "repetition_penalty"})), INFO, tokenizer)
+    assert "min_p" in left
+    assert "top_k" not in left
+
+
 def test_log_probabilities_need_ids() -> None:
     check(asked(sampling=Sampling(logprobs=1)), INFO, IDS)
     with pytest.raises(RequestError, match="sends no token ids"):

@@ -520,3 +520,26 @@ def test_a_server_shows_how_many_it_takes_and_gets_no_more_at_once(
     for wave in range(4):
         driver.run(*(ask(f"{wave}-{number}", 1) for number in range(16)))
     assert 4 < driver.engine.stats().slots <= 64
+
+
+def test_a_server_that_refuses_names_it_does_not_know_is_sent_none_of_them(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    """A model's own defaults name some of them: it would refuse each request."""
+    known = {"model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stream", "repetition_penalty"}
+
+    def strict(handler: Handler, body: dict[str, Any]) -> None:
+        if unknown := body.keys() - known:
+            handler.whole(422, {"detail": f"Unexpected fields in the request: {unknown}"})
+        elif body.get("stream"):
+            handler.stream(said(finish="stop"))
+        else:
+            handler.whole(200, {"choices": [{"text": "x"}], "usage": usage_of(str(body["prompt"]))})
+
+    far.probe, far.answers = strict, [strict]
+    driver = drive()
+    assert driver.engine.info.ignored_options == ("min_p", "top_k")
+    asked = ask(1)
+    asked.sampling = Sampling(temperature=0.7, top_k=20, min_p=0.1, repetition_penalty=1.05, seed=3)
+    assert driver.run(asked).failures == []
+    assert far.asked[0]["repetition_penalty"] == 1.05
