@@ -569,7 +569,12 @@ class Deployment:
     def _change(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(self._changed)
+
+    def _changed(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("change_failed", change=task.get_name(), exc_info=error)
 
     async def _grow(self, names: Sequence[str]) -> None:
         async with self._changing:

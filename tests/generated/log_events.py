@@ -248,6 +248,7 @@ MEANINGS = {
     "calls_of_models_not_taken": "calls that other gateways pass on for new models are not received; tried again",
     "cell_not_opened": "a gateway reached the broker of a cell, but not all that it needs there; tried again",
     "cells_not_set": "`up` did not take another number of cells, and why; its deployment goes on as it was",
+    "change_failed": "`up` no longer changes the deployment in one way, by an error of this build; what runs goes on",
     "cells_set": "`up` has another number of cells that take new requests; `restart` restarts what this concerns",
     "cell_opened": "the broker of a cell, which was away when this gateway started, is there: the cell is used",
     "catch_up_failed": "past tokens could not be read; the requests concerned fail",

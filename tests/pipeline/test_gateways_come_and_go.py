@@ -190,3 +190,25 @@ async def test_everything_is_restarted_while_a_gateway_is_added_and_another_leav
         await site.until_each_serves()
         after = {each.name: each.pid for each in site.deployment.state.processes if each.role != "nats"}
         assert not any(pid == before[name] for name, pid in after.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_stop_waits_no_longer_for_a_gateway_that_leaves(site: Site) -> None:
+    """The last test: it ends the deployment."""
+    site.tell(FULL)
+    await site.until_there_are(2)
+    await site.shows(site.deployment.urls[1], "connections", 0)
+    async with site.client(site.deployment.urls[1]) as http:
+        asked = asyncio.create_task(site.ask(http, 20 * LONG))
+        await site.shows(site.deployment.urls[1], "open_requests", 0)
+        site.tell(IDLE)
+
+        async def leaves() -> bool:
+            return len(site.gateways()) == 1
+
+        await until(leaves, "one gateway accepts")
+        site.deployment.ask_to_stop()
+        assert await asyncio.to_thread(site.deployment.wait) == 0  # within 30 s, of the 15 minutes that it would have
+        with pytest.raises((httpx.HTTPError, KeyError, AssertionError)):  # it is told to ask for the rest elsewhere
+            await asked

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
@@ -543,3 +544,15 @@ def test_the_welcome_shows_no_password_and_a_command_that_a_shell_takes(tmp_path
         capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
     assert json.loads(words[-1])["model"] == "it's"
+
+
+async def test_what_changes_a_deployment_does_not_fail_unseen(tmp_path: Path) -> None:
+    async def fails() -> None:
+        raise RuntimeError("boom")
+
+    deployment = Deployment(up_settings(tmp_path))
+    with capture_logs() as logs:
+        deployment._change(fails(), name="gateways")
+        await until(lambda: not deployment._changes)
+    (entry,) = logs
+    assert (entry["event"], entry["change"], str(entry["exc_info"])) == ("change_failed", "gateways", "boom")
