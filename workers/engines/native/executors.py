@@ -226,12 +226,13 @@ class DeviceWeights:
         for pool in self._pools:
             pool.free()
         if self._target.model.device.type == "cuda":
-            self._move(torch.device("cpu"))
+            move(self._target.model.forward, torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def wake(self) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
         try:
-            self._move(self._target.model.device)
+            if self._target.model.device.type == "cuda":
+                move(self._target.model.forward, self._target.model.device)
             for pool in self._pools:
                 pool.allocate()
             self._executor = self._make(self._target)
@@ -239,11 +240,17 @@ class DeviceWeights:
             raise EngineError(out_of_memory(error)) from error
         return self._executor
 
-    def _move(self, device: torch.device) -> None:
-        """Each tensor by itself, so that neither side ever needs more than all weights and one tensor."""
-        forward = self._target.model.forward
-        for each in (*forward.parameters(), *forward.buffers()):
-            each.data = each.data.to(device)
+
+def move(model: Any, device: torch.device) -> None:
+    """Copy a model's tensors to a device, one after the other. Those that share memory, as tied weights, still do."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        old = each.data.untyped_storage()
+        new = copies.get(old.data_ptr())
+        if new is None:
+            new = copies[old.data_ptr()] = torch.UntypedStorage(old.nbytes(), device=device).copy_(old)
+        empty = torch.empty(0, dtype=each.dtype, device=device)
+        each.data = empty.set_(new, each.storage_offset(), each.shape, each.stride())
 
 
 def _differences(old: Model, new: Model) -> list[str]:

@@ -1,4 +1,6 @@
+import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,15 @@ from hypothesis import strategies as st
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.model.modeldir import DEMO
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import budgets, native
-from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.executors import move
 from penstock.workers.engines.native.model import attention as attention_module
 from penstock.workers.engines.native.model import pool as pool_module
+from penstock.workers.engines.native.model.adapters import places_of
 from penstock.workers.engines.native.model.attention import UnsupportedAttention, attention
 from penstock.workers.engines.native.model.executor import TorchExecutor
 from penstock.workers.engines.native.model.model import UnsupportedModel
@@ -281,3 +286,84 @@ def test_eos_ends_unless_too_early_or_ignored(llama: Path) -> None:
     assert EOS not in answer[:7]
     assert ask(ignore_eos=True) == ([EOS] * 12, "length")
     assert ask(ignore_eos=True, min_tokens=12) == ([EOS] * 12, "length")
+
+
+class _Merged(torch.nn.Module):
+    """As ``cuda.modules`` merge layers: the first of several computes all."""
+
+    def __init__(self, layers: list[torch.nn.Linear]) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(layers[0].in_features, sum(each.out_features for each in layers), bias=False)
+        self.linear.weight.data = torch.cat([each.weight.data for each in layers])
+        self._sizes = [each.out_features for each in layers]
+
+    def parts(self, path: str) -> list[tuple[str, torch.nn.Linear, int, int]]:
+        above, starts = path.rpartition(".")[0], (0, self._sizes[0], sum(self._sizes[:2]))
+        names = (f"{above}.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+        return [
+            (name, self.linear, *each) for name, each in zip(names, zip(starts, self._sizes, strict=True), strict=True)
+        ]
+
+
+def test_weights_find_their_places_in_a_model_whose_layers_were_merged() -> None:
+    model, merged = (LlamaForCausalLM(LlamaConfig(**COMMON | {"tie_word_embeddings": True})) for _ in range(2))
+    for layer in merged.model.layers:
+        attends = layer.self_attn
+        attends.q_proj = _Merged([attends.q_proj, attends.k_proj, attends.v_proj])
+        attends.k_proj, attends.v_proj = torch.nn.Identity(), torch.nn.Identity()
+    places, values = places_of(merged), dict(model.named_parameters())
+    assert values.keys() <= places.keys()
+    for name, value in values.items():
+        places[name].copy_(value.data)
+    first, expected = merged.model.layers[0].self_attn, model.model.layers[0].self_attn
+    whole = torch.cat([each.weight for each in (expected.q_proj, expected.k_proj, expected.v_proj)])
+    assert torch.equal(first.q_proj.linear.weight, whole)
+    assert torch.equal(merged.lm_head.weight, model.lm_head.weight), "tied to the embeddings"
+
+
+def test_tied_weights_are_still_tied_after_a_move() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**COMMON | {"tie_word_embeddings": True}))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data)  # as a rewritten layer has it
+    before = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    address = model.lm_head.weight.data_ptr()
+    move(model, torch.device("cpu"))
+    assert {name: torch.equal(each, before[name]) for name, each in model.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr() != address
+
+
+@pytest.mark.parametrize(("changed", "told"), [({"rms_norm_eps": 0.1}, "rms_norm_eps differ"), ({}, "")])
+def test_weights_of_another_configuration_are_refused(
+    llama: Path, tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    """They would load, and answer otherwise than the model that they are of."""
+    engine = build(str(llama), NativeOptions(device="cpu", kv_blocks=9))
+    other = shutil.copytree(llama, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | changed | {"transformers_version": "0"}))
+    assert engine.weights is not None
+    engine.weights.hold()
+    with pytest.raises(RequestError, match=told) if told else contextlib.nullcontext():
+        engine.weights.replace(other, lambda key, generated: b"r" * 16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_of_sampled_tokens_are_those_of_transformers(dtype: str) -> None:
+    """As a trainer recomputes them: on average within 0.01, at most 0.1 in bfloat16."""
+    engine = build(str(DEMO), NativeOptions(device="cpu", dtype=dtype, kv_blocks=40))
+    known, found = prompt(40), []
+    engine.submit(request("a", known, 60, Sampling(temperature=0.8, seed=3, logprobs=0)))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step().outputs
+    model = LlamaForCausalLM.from_pretrained(DEMO, dtype=getattr(torch, dtype)).eval()
+    drawn = [each.token for each in outputs]
+    with torch.inference_mode():
+        values = model(torch.tensor([[*known, *drawn]])).logits[0].float().log_softmax(-1)
+    wanted = values[len(known) - 1 : -1].gather(1, torch.tensor(drawn)[:, None])[:, 0]
+    found = torch.tensor([each.logprob.logprob for each in outputs if each.logprob is not None])
+    difference = (found - wanted).abs()
+    assert len(found) == 60
+    assert float(difference.mean()) <= 0.01
+    assert float(difference.max()) <= 0.1
