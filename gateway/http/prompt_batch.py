@@ -48,9 +48,7 @@ async def answer_prompts(
     prepared = []
     for each in bodies:
         await gateway.turns.enter()
-        made = await prepare(each)
-        # One model answers all: the answer has one name for it.
-        prepared.append(made._replace(request=msgspec.structs.replace(made.request, fallbacks=())))
+        prepared.append(await prepare(each))
     return await _answer(gateway, prepared, scope, send, began)
 
 
@@ -65,7 +63,10 @@ async def _answer(gateway: Gateway, prepared: Sequence[PreparedRequest], scope: 
     try:
         for each in prepared:
             gateway.metrics.of(each.request.model).prompt.inc(each.prompt_tokens)
-            inflights.append(await gateway.submit(each.request))
+            request = each.request
+            if request.fallbacks:  # one model answers all: the answer has one name for it
+                request = msgspec.structs.replace(request, fallbacks=())
+            inflights.append(await gateway.submit(request))
         gone = partial(_fail, inflights)
         connection.on_lost = gone
         if connection.lost:

@@ -98,6 +98,27 @@ async def test_requests_of_a_model_without_workers_run_on_its_fallback_by_every_
     assert continued.json()["model"] == "demo"
 
 
+async def test_what_is_not_stored_and_what_ollama_s_clients_ask_fall_back_too(
+    http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    wanted = oracle.answer(CHAT, COUNT).strip()
+    lines = {"model": "small", "messages": MESSAGES, "options": {"temperature": 0, "num_predict": COUNT}}
+    whole, streamed, ollama = await asyncio.gather(
+        said(http, "/v1/chat/completions", CHAT | {"no_store": True}),
+        http.post("/v1/chat/completions", json=CHAT | {"no_store": True, "stream": True}),
+        http.post("/api/chat", json=lines),
+    )
+    assert (whole.json()["model"], whole.json()["choices"][0]["message"]["content"]) == ("demo", wanted)
+    chunks = [event.body for event in parse_sse(streamed.content)[:-1]]
+    assert {each["model"] for each in chunks} == {"demo"}
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in chunks).strip() == wanted
+    events = [json.loads(line) for line in ollama.text.splitlines()]
+    assert "".join(each["message"]["content"] for each in events).strip() == wanted
+    assert {each["model"] for each in events} == {"demo"}
+    again = await http.get(f"/v1/requests/{whole.headers['x-request-id']}")
+    assert again.json()["result"]["model"] == "demo"
+
+
 async def test_its_one_record_names_both_models_and_counts_for_the_one_that_answered(
     http: httpx.AsyncClient, deployment: Deployment
 ) -> None:
@@ -152,6 +173,16 @@ def worker(deployment: Deployment, server: Failing) -> Process:
     made = deployment.also("worker", *flags)
     made.wait_for("worker_registered")
     return made
+
+
+@pytest.mark.usefixtures("worker")
+async def test_several_prompts_of_one_body_stay_with_their_model(http: httpx.AsyncClient, server: Failing) -> None:
+    server.status = 200
+    answer = await said(http, "/v1/completions", TEXT | {"prompt": ["The harbour is", "The tower is"]})
+    assert answer.json()["model"] == "small"
+    server.status = 401
+    answer = await http.post("/v1/completions", json=TEXT | {"prompt": ["The harbour is", "The tower is"]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
 
 
 @pytest.mark.usefixtures("worker")
