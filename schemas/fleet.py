@@ -219,6 +219,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     source: str = ""  # of the model: folder on ``host``, a bundled model, or Hugging Face id; "": it does not say
     adapters: tuple[LoraAdapter, ...] = ()  # that it serves, and those that it could not load
     adapter_slots: int = 0  # adapters of which sequences run at once; 0: it takes none
+    reads_packed: bool = False  # requests whose prompts are packed (``PackedRequest``); False: earlier builds
     weights: WeightsState = FIXED
 
     @property

@@ -71,6 +71,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
         held: what it holds, of each class of which it holds something; for operators, no router reads it.
         queued: what it holds, by model; gateways count their queues by it.
         lost: workers that lost their lease lately, those that did most often first; for operators, too.
+        reads_packed: requests whose prompts are packed (``PackedRequest``); False: a router of an earlier build.
     """
 
     router: str
@@ -82,6 +83,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     held: tuple[HeldByTenant, ...] = ()
     lost: tuple[LostLeases, ...] = ()
     queued: HeldByModel = HeldByModel()
+    reads_packed: bool = False
 
 
 def held_by_tenant(

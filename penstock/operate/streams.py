@@ -22,11 +22,13 @@ from penstock.infra.nats_server.retention import Loss, StreamUse
 from penstock.launch.nats import CLIENTS_PORT, apply_at, copy_tenants
 from penstock.log_tools.sources.log_copy import recorded_max_age_s
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, cells_of, open_cells, run_command, running
+from penstock.operate.workers import registrations, routers
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 
 NONE = "none"
 FULL = 0.8  # shown in yellow from here on
+SHOWN = 5  # names of processes in an error
 
 
 def run_apply(settings: StreamsSettings) -> int:
@@ -112,7 +114,9 @@ def run_set(argv: Sequence[str]) -> int:
         help="REQUESTS: store prompts in as few bits as they need, which earlier builds cannot read. Streams that "
         "this build created do so already",
     )
-    parser.add_argument("--yes", "-y", action="store_true", help="delete messages without asking")
+    parser.add_argument(
+        "--yes", "-y", action="store_true", help="do not ask before messages are deleted, nor look for earlier builds"
+    )
     add_flags(parser)
     args = parser.parse_args(argv)
     return run_command("streams set", lambda: _set(args, stdout()))
@@ -212,6 +216,8 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
             if not logs:
                 raise ValueError(f"{args.stream} is of another namespace: choose it with --namespace")
         limits = [await _limits(log, stream, max_age_s, max_bytes) for log in logs]
+        if args.pack_prompts and not args.yes:
+            await _check_readers(logs)
         lost = [_what(each, use) for use, each in limits if each]
         if lost and not args.yes and not confirmed(f"{' '.join(lost)} Continue?"):
             raise ValueError("nothing was changed; --yes deletes without asking")
@@ -232,6 +238,24 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
         age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)
         size = show_size(max_bytes or use.max_bytes)
         console.print(f"{use.name} keeps messages for {age}, at most {size}", highlight=False)
+
+
+async def _check_readers(logs: Sequence[Log]) -> None:
+    """
+    Raises:
+        ValueError: a worker or router cannot read packed prompts, as far as its registration says.
+        ServingError: the registrations cannot be read.
+    """
+    earlier = []
+    for log in logs:
+        earlier += [each.name or each.worker for each in await registrations(log.bus) if not each.reads_packed]
+        earlier += [each.router for each in await routers(log.bus) if not each.reads_packed]
+    if earlier:
+        names = ", ".join(sorted(earlier)[:SHOWN]) + (", …" if len(earlier) > SHOWN else "")
+        raise ValueError(
+            f"nothing was changed: {names} may be of builds that cannot read packed prompts. Upgrade them, and all "
+            "gateways, which this cannot see; --yes does not look"
+        )
 
 
 async def _limits(log: Log, stream: str, max_age_s: float | None, max_bytes: int | None) -> tuple[StreamUse, Loss]:

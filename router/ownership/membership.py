@@ -251,7 +251,8 @@ class Membership:
 
     def _member(self) -> Member:
         nc = self._bus.nc
-        return Member(self._id, self._since_ns, tuple(sorted(self.own - {REST})), self._bus.server, int(nc.client_id))
+        models = tuple(sorted(self.own - {REST}))
+        return Member(self._id, self._since_ns, models, self._bus.server, int(nc.client_id), reads_packed=True)
 
     # The table
 

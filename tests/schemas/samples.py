@@ -600,6 +600,11 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         routers.Member("router-2", 1, queued=routers.HeldByModel((("tiny", 3), ("demo", 1)), 2)),
         routers.decode,
     ),
+    "router_that_reads_packed": (routers.Member("router-2", 1, reads_packed=True), routers.decode),
+    "registration_that_reads_packed": (
+        fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, reads_packed=True),
+        fleet.decode,
+    ),
     "registration_of_a_pair_only": (
         fleet.Registration("w", "tiny", "decode", "sglang", 1, 32, 100, 8, 4096, pair_only=True),
         fleet.decode,

@@ -450,7 +450,8 @@ class WorkerSession:
             await self._outbox.resend()
 
     def _registration(self) -> fleet.Registration:
-        return msgspec.structs.replace(self.runner.registration(self._state), inbox=self.contents.inbox)
+        own = self.runner.registration(self._state)
+        return msgspec.structs.replace(own, inbox=self.contents.inbox, reads_packed=True)
 
     async def update_registration(self) -> None:
         """Publish the registration again because it has changed."""

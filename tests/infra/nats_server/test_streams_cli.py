@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus
@@ -14,8 +15,11 @@ from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.jetstream_api import request
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.streams import run_list, run_set
+from penstock.schemas.fleet import Registration
+from penstock.schemas.routers import Member
 from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
 from penstock.schemas.subjects import Subjects
+from penstock.schemas.wire import encode
 from tests.infra.bus.support import opened
 from tests.infra.nats_server.support import lose_store
 from tests.penstock.log_tools.requests.support import accept
@@ -85,6 +89,24 @@ async def test_impossible_limits_are_refused_in_one_line(
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
+
+
+async def test_prompts_are_not_packed_while_an_earlier_build_runs(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It could not read the requests, and whoever asked had no answer."""
+    flags, subjects = ["REQUESTS", "--pack-prompts", *where(bus, broker)], bus.subjects
+    assert await asyncio.to_thread(run_set, flags) == 0
+    worker = Registration("w-1", "tiny", "aggregated", "mock", 1, 32, 100, 8, 4096, reads_packed=True)
+    router = Member("r-1", 1, reads_packed=True)
+    for stored in ((worker, router), (replace(worker, reads_packed=False), router), (worker, Member("r-1", 1))):
+        for bucket, key, value in zip(("workers", "routers"), ("w-1", "r-1"), stored, strict=True):
+            await bus.js.publish(f"$KV.{subjects.bucket(bucket)}.{key}", encode(value))
+        status = await asyncio.to_thread(run_set, flags)
+        said = capsys.readouterr().err
+        assert status == int(stored != (worker, router)), said
+    assert "r-1 may be of builds that cannot read packed prompts" in said
+    assert await asyncio.to_thread(run_set, [*flags, "--yes"]) == 0
 
 
 async def test_a_size_that_is_raised_is_warned_of(
