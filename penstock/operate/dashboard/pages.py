@@ -19,7 +19,7 @@ from penstock.log_tools.requests.find_requests import LoggedRequest
 from penstock.log_tools.requests.slow import HeatMap, Slow
 from penstock.log_tools.timeline.request_timeline import TicketLease
 from penstock.operate.dashboard.live import Moment
-from penstock.operate.observe import DeploymentSnapshot, away, tenant_rows, unsteady
+from penstock.operate.observe import DeploymentSnapshot, away, gateways_line, tenant_rows, unsteady
 from penstock.schemas.summary import STATES
 
 WIDTH, HEIGHT = 240, 48
@@ -111,6 +111,7 @@ def live_sections(moment: Moment) -> dict[str, str]:
     values: dict[str, Any] = {"seen": latest, "rates": latest.rates, "charts": charts(moment.history)}
     values["tenants"] = tenant_rows(latest.queues)
     values["unsteady"] = [*away(latest.cells), *unsteady(latest.workers)]
+    values["gateways"] = "" if latest.gateways is None else gateways_line(latest.gateways, latest.at_ns)
     sections = {name: _render(f"live/{name}.html", **values) for name in _LIVE}
     return sections | {"problem": _render("live/problem.html", problem=moment.problem)}
 

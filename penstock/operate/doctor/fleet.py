@@ -37,7 +37,7 @@ OFTEN = 2  # lost leases of a worker that are a problem
 
 def check_processes(state: DeploymentState) -> list[CheckResult]:
     """Whether everything that ``penstock up`` supervises runs."""
-    down = [process for process in state.processes if process.pid is None and not process.drained]
+    down = [process for process in state.processes if process.pid is None and not (process.drained or process.leaving)]
     drained = [process.name for process in state.processes if process.drained]
     findings = [
         problem("processes", f"{each.name} does not run at the moment", f"its log says why: logs/{each.name}.log")
@@ -46,7 +46,11 @@ def check_processes(state: DeploymentState) -> list[CheckResult]:
     if drained:
         names = " ".join(drained)
         findings.append(warning("processes", f"drained: {names}", f"`penstock restart {names}` starts them again"))
-    return findings or [ok("processes", f"all {len(state.processes)} run")]
+    leaving = [each.name for each in state.processes if each.leaving]
+    last = (
+        f"; {' '.join(leaving)} answer{'' if len(leaving) > 1 else 's'} the last requests, then end" if leaving else ""
+    )
+    return findings or [ok("processes", f"all {len(state.processes)} run{last}")]
 
 
 class Keys(NamedTuple):

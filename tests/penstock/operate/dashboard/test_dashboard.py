@@ -25,7 +25,7 @@ from penstock.operate.dashboard.app import MAX_WATCHERS, Dashboard
 from penstock.operate.dashboard.dashboard_command import STREAMS
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.operate.dashboard.pages import live_sections
-from penstock.operate.observe import Count, DeploymentSnapshot, Observer, WorkerView, rates
+from penstock.operate.observe import Count, DeploymentSnapshot, GatewaysView, Observer, WorkerView, rates
 from penstock.schemas import wire
 from penstock.schemas.fleet import Registration
 from penstock.schemas.subjects import Subjects
@@ -247,6 +247,13 @@ def test_a_worker_that_lost_its_lease_keeps_its_row_and_is_named() -> None:
         '<td class="n bad">140.0 ms ×18<',
     ):
         assert cell in shown
+
+
+def test_the_number_of_gateways_is_shown_with_the_last_change() -> None:
+    view = GatewaysView(3, 0, 2, 6, "gateway-2 added: 90 % of a core <busy>", 1_000_000_000)
+    seen = DeploymentSnapshot(6_000_000_000, "ps", (), (), rates([Count(1.0, 0, 0)], []), (), (), gateways=view)
+    shown = live_sections(Moment((seen,)))["workers"]
+    assert "gateways 3 (2 to 6); gateway-2 added 5 s ago: 90 % of a core &lt;busy&gt;" in shown
 
 
 async def test_changes_are_streamed_only_while_somebody_watches(bus: Bus) -> None:

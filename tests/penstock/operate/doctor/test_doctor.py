@@ -393,6 +393,14 @@ def test_processes_that_are_down_or_drained_are_named() -> None:
     assert (drained.status, "penstock restart w" in drained.fix) == (CheckStatus.warning, True)
 
 
+@pytest.mark.parametrize("pid", [7, None])
+def test_a_gateway_that_leaves_is_not_missed(pid: int | None) -> None:
+    processes = (Running("gateway-0", "gateway", 6), Running("gateway-1", "gateway", pid, leaving=True))
+    [found] = check_processes(DeploymentState("", "", "", "", "ps", "m", processes))
+    assert found.status is CheckStatus.ok
+    assert "gateway-1 answers the last requests" in found.what
+
+
 async def test_a_gateway_that_does_not_answer_is_a_problem(listening: socket.socket) -> None:
     port = listening.getsockname()[1]
     listening.close()
