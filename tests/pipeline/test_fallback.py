@@ -10,11 +10,12 @@ import nats
 import pytest
 
 from penstock.infra.bus.connection import connect
+from penstock.infra.bus.direct_get import get_last
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.schemas.subjects import HEADER_ERROR
 from penstock.schemas.summary import of_done
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, Process, ending, parse_sse
+from tests.pipeline.support import Deployment, Oracle, Process, ending, parse_sse, registrations, until
 from tests.workers.engines.openai.test_server import Handler, Played
 
 COUNT = 6
@@ -135,6 +136,31 @@ async def test_its_one_record_names_both_models_and_counts_for_the_one_that_answ
     assert timeline.routed[-1].decision.reason.startswith("fallback: 'small' has no worker")
     summary = of_done(record)
     assert (summary.model, summary.asked, summary.prompt_tokens) == ("demo", "small", record.usage.prompt)
+
+
+async def test_a_request_whose_only_worker_is_killed_before_the_first_token_falls_back(
+    http: httpx.AsyncClient, deployment: Deployment, oracle: Oracle
+) -> None:
+    flags = ("--engine", "mock", "--mock-speedup", "0.001", "--model", str(TINY), "--served-model-name", "small")
+    slow = deployment.also("worker", *flags)
+    slow.wait_for("worker_registered")
+    bus = await connect(deployment.state.nats_url, role="operator", name="test", namespace="ps")
+    body = CHAT | {"messages": [{"role": "user", "content": "Where is the harbour, and where the tower? " * 20}]}
+    try:
+        [name] = [each for each, found in (await registrations(bus)).items() if found.model == "small"]
+        subject = bus.subjects.work("aggregated", name)
+        asked = asyncio.create_task(said(http, "/v1/chat/completions", body))
+        await until(lambda: get_last(bus, bus.subjects.stream("WORK"), subject), "its job")
+        slow.kill()
+        answer = await asked
+        _, record = await ending(bus, answer.headers["x-request-id"])
+    finally:
+        slow.kill()
+        await bus.close()
+    assert answer.json()["model"] == "demo"
+    assert answer.json()["choices"][0]["message"]["content"].strip() == oracle.answer(body, COUNT).strip()
+    [lost] = [each for each in record.timings.earlier_workers if each.lost]
+    assert (lost.worker, record.attempt) == (name, 2)
 
 
 class Failing(Played):
