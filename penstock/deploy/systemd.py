@@ -16,6 +16,7 @@ from penstock.configs.settings import Common, GatewaySettings, RouterSettings, W
 from penstock.infra.nats_server.config import USERS
 from penstock.infra.nats_server.datadir import load_secrets
 from penstock.infra.nats_server.permissions import BROKER_ROLES
+from penstock.infra.nats_server.server import GARBAGE, GARBAGE_VARIABLE
 from penstock.infra.nats_server.tenants import user_in_use
 from penstock.launch.nats import CLIENTS_PORT, ROUTES_PORT
 from penstock.schemas.control import DRAINED
@@ -172,6 +173,7 @@ def nats_unit(where: Where, config: str) -> str:
         "Type=exec",
         f"User={where.user}",
         "# GOMEMLIMIT: about half of the memory",
+        f"Environment={GARBAGE_VARIABLE}={GARBAGE}",
         f"EnvironmentFile=-{CONFIG}/nats.env",
         f"ExecStart={_quoted(where.program)} -c {_quoted(config)}",
         "ExecReload=/bin/kill -HUP $MAINPID",

@@ -43,6 +43,7 @@ nats:
     image: {{tag: {NATS_TAG}}}
     env:
       GOMEMLIMIT: 6GiB
+      GOGC: "50"
 PASSWORDS
     merge:
       resources:

@@ -13,6 +13,7 @@ import yaml
 from penstock.deploy.kubernetes import CHART
 from penstock.infra.nats_server.binary import find_server
 from penstock.infra.nats_server.config import STORE_BYTES, USERS, variable
+from penstock.infra.nats_server.server import GARBAGE, GARBAGE_VARIABLE
 from penstock.infra.process.child import die_with_parent
 from tests.generated.chart import NAMESPACE
 from tests.penstock.deploy.support import container, found, manifests, needs_helm, pods
@@ -79,6 +80,15 @@ async def test_a_real_server_runs_the_values_and_lets_each_user_in(tmp_path: Pat
     finally:
         server.terminate()
         server.wait(30)
+
+
+def test_as_much_garbage_may_lie_in_a_container_as_in_a_server_of_penstock_up() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["nats"]["container"]["env"]
+    services = yaml.safe_load((CHART.parent.parent / "compose" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    assert values[GARBAGE_VARIABLE] == GARBAGE
+    servers = [each for name, each in services.items() if name.startswith("nats")]
+    assert servers
+    assert {each["environment"][GARBAGE_VARIABLE] for each in servers} == {GARBAGE}
 
 
 @needs_helm

@@ -60,7 +60,7 @@ def test_a_unit_waits_for_the_drain_and_keeps_down_what_would_fail_again(capsys:
     assert "EnvironmentFile=-/etc/penstock/worker-%i.env\n" in worker
     nats = made(capsys, "nats", "--program", "/n")
     assert "KillSignal=SIGUSR2\n" in nats
-    assert "EnvironmentFile=-/etc/penstock/nats.env\n" in nats
+    assert "Environment=GOGC=50\nEnvironmentFile=-/etc/penstock/nats.env\n" in nats  # whose value wins
 
 
 def test_processes_of_several_hosts_and_instances_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
