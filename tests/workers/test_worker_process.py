@@ -401,6 +401,8 @@ def test_engines_that_cannot_read_weights_of_another_directory_say_how_to_join_t
     ("settings", "words"),
     [
         ({"role": "decode", "prefix_cache": False}, "prefix cache"),
+        ({"role": "encode", "tensor_parallel_size": 2}, "a vision tower is not split"),
+        ({"engine": "mock", "tensor_parallel_size": 2}, "--engine mock shares no layers"),
         ({"role": "prefill", "transfer": "none"}, "--transfer auto"),
         ({"role": "encode", "transfer": "none"}, "--transfer auto"),
         ({"role": "decode", "scheduler_policy": "guaranteed_no_evict"}, "--role aggregated or prefill"),

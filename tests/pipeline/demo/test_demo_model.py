@@ -340,7 +340,9 @@ async def test_a_worker_over_two_ranks_answers_as_others_do_and_ends_with_one_of
     assert await asyncio.to_thread(split.wait) == EXIT_ENGINE
     assert "rank 1 of 2 was ended by SIGKILL" in split.log.read_text()
     timeline, _ = await ending(demo_bus, request)
-    assert [each.decision.chosen.startswith("split") for each in timeline.routed] == [True, False]
+    chosen = [each.decision.chosen for each in timeline.routed]  # maybe again, before its lease has ended
+    assert chosen[0].startswith("split")
+    assert not chosen[-1].startswith("split")
 
 
 @pytest.mark.timeout(300)
