@@ -84,7 +84,9 @@ async def test_a_real_server_runs_the_values_and_lets_each_user_in(tmp_path: Pat
 
 def test_as_much_garbage_may_lie_in_a_container_as_in_a_server_of_penstock_up() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["nats"]["container"]["env"]
-    services = yaml.safe_load((CHART.parent.parent / "compose" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    services = yaml.safe_load((CHART.parent.parent / "compose" / "compose.yaml").read_text(encoding="utf-8"))[
+        "services"
+    ]
     assert values[GARBAGE_VARIABLE] == GARBAGE
     servers = [each for name, each in services.items() if name.startswith("nats")]
     assert servers
