@@ -79,8 +79,8 @@ class WorkerView(msgspec.Struct, frozen=True):
         hit_rate: share of the prompt tokens that came from its cache, of requests that ended within the window; None:
             none ended.
         tokens_per_s: its part of the deployment's output tokens per second.
-        state: "ready", "draining"; "stalled": its lease is renewed, but its engine does nothing; "lost": it is not
-            registered, and lost its lease within ten minutes.
+        state: "ready", "draining", "paused", "asleep"; "stalled": its lease is renewed, but its engine does nothing;
+            "lost": it is not registered, and lost its lease within ten minutes.
         lost: how often the worker of this name lost its lease within ten minutes.
         slowest_step_ms: of its engine, within a minute; 0: unknown.
         quiet_ms: since its engine did something, while it has something to do.
@@ -535,7 +535,7 @@ def workers(
             each.role,
             each.model,
             each.engine,
-            "stalled" if each.load.quiet_ms >= STALLED_MS else each.state.value,
+            "stalled" if each.load.quiet_ms >= STALLED_MS else each.rests or each.state.value,
             each.load.running,
             each.load.waiting,
             each.slots * each.dp_size,

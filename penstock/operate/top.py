@@ -33,7 +33,14 @@ from penstock.operate.streams import reach
 BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on
 ENDED_SHOWN = 8
-_STATES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}
+_STATES = {
+    "ready": "green",
+    "draining": "yellow",
+    "paused": "yellow",
+    "asleep": "cyan",
+    "stalled": "red",
+    "lost": "red",
+}
 _ENDS = {"done": "green", "failed": "red", "cancelled": "yellow"}
 
 

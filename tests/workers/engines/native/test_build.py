@@ -352,7 +352,7 @@ def test_weights_of_another_configuration_are_refused(
 def test_log_probabilities_of_sampled_tokens_are_those_of_transformers(dtype: str) -> None:
     """As a trainer recomputes them: on average within 0.01, at most 0.1 in bfloat16."""
     engine = build(str(DEMO), NativeOptions(device="cpu", dtype=dtype, kv_blocks=40))
-    known, found = prompt(40), []
+    known = prompt(40)
     engine.submit(request("a", known, 60, Sampling(temperature=0.8, seed=3, logprobs=0)))
     outputs = []
     while engine.has_work():

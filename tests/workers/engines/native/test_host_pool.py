@@ -29,6 +29,22 @@ def test_prompts_that_left_the_pool_are_found_again_with_their_kv(name: str, mod
     assert native.stats().loaded_blocks > 0
 
 
+def test_kv_of_other_weights_is_not_found_in_host_memory(model_dir: Callable[[str], Path]) -> None:
+    directory = model_dir("llama")
+    native = build(str(directory), NativeOptions(device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=4 * MIB))
+    for salt in range(3):
+        run(native, [request(salt, prompt(60, salt), 20)])
+    assert native.stats().host_blocks > 0
+    assert native.weights is not None
+    native.weights.hold()
+    native.weights.replace(directory, lambda key, generated: b"")
+    native.weights.proceed()
+    assert native.stats().host_blocks == 0
+    assert native.dump() == []
+    native.submit(request("again", prompt(60, 0), 20))
+    assert [start.cached_tokens for result in drain(native) for start in result.started] == [0]
+
+
 def test_kv_as_fp8_is_copied_as_it_is(model_dir: Callable[[str], Path]) -> None:
     answers = []
     for size in (0.0, 4 * MIB):
