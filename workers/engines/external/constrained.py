@@ -4,6 +4,8 @@ The engine applies the grammar; this follows the tokens that it draws. A token t
 sequence with a failure, whatever went wrong in the engine: a constraint is never ignored.
 """
 
+import threading
+import weakref
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from penstock.schemas.requests import Constraint, Stop
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.open_constraints import clients_error, matcher_of
 from penstock.workers.engines.constraints.token_mask import Matcher
-from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import GrammarStats, RequestError, SequenceRequest
 from penstock.workers.engines.external.sequences import SequenceFailure, Token
 
 REMEMBERED_BYTES = 16 << 20  # of grammars as text
@@ -73,7 +75,52 @@ def _clients(matcher: Matcher) -> SequenceFailure | None:
     return SequenceFailure(Code.invalid_request, reason) if reason else None
 
 
+class _Prepared:
+    """A compiled constraint, and the text of it that an engine gets: it lives as long as a request needs it."""
+
+    __slots__ = ("__weakref__", "grammar", "text")
+
+    def __init__(self, grammar: object, text: str) -> None:
+        self.grammar = grammar
+        self.text = text
+
+
+class PreparedGrammars:
+    """Implements ``engine_protocol.Grammars`` of engines that compile for themselves: what they get is made where
+    constraints are compiled. In the engine's thread all streams would wait for it, 0.05 s with 4,000 properties.
+    """
+
+    def __init__(self, compiler: ConstraintCompiler) -> None:
+        self._compiler = compiler
+
+    def stats(self) -> GrammarStats:
+        return self._compiler.stats()
+
+    def known(self, constraint: Constraint) -> object | None:
+        text = _known_text(constraint)
+        found = None if text is None else self._compiler.known(constraint)
+        return None if text is None or found is None else _kept(constraint, found, text)
+
+    def compile(self, constraint: Constraint, size_bytes: int = 0) -> object:
+        compiled = self._compiler.compile(constraint, size_bytes)
+        return _kept(constraint, compiled, grammar_text(constraint))
+
+
 _texts: ByteCache[Constraint, str] = ByteCache(REMEMBERED_BYTES, lambda each, text: len(each.text) + len(text))
+_prepared: weakref.WeakValueDictionary[Constraint, _Prepared] = weakref.WeakValueDictionary()
+_lock = threading.Lock()  # of both
+
+
+def _known_text(constraint: Constraint) -> str | None:
+    with _lock:
+        prepared = _prepared.get(constraint)
+        return prepared.text if prepared is not None else _texts.get(constraint)
+
+
+def _kept(constraint: Constraint, grammar: object, text: str) -> _Prepared:
+    with _lock:
+        found = _prepared[constraint] = _Prepared(grammar, text)
+    return found
 
 
 def grammar_text(constraint: Constraint) -> str:
@@ -82,13 +129,14 @@ def grammar_text(constraint: Constraint) -> str:
     Raises:
         RequestError: it cannot be compiled.
     """
-    found = _texts.get(constraint)
+    found = _known_text(constraint)
     if found is None:
         try:
             found = constraint_grammar.as_lark(constraint)
         except constraint_grammar.ConstraintError as error:
             raise RequestError(Code.invalid_request, f"the constraint cannot be compiled: {error}") from None
-        _texts.put(constraint, found)
+        with _lock:
+            _texts.put(constraint, found)
     return found
 
 

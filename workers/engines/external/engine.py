@@ -46,7 +46,7 @@ from penstock.workers.engines.engine_protocol import (
     WeightsEngine,
     adapter_missing,
 )
-from penstock.workers.engines.external.constrained import ConstrainedOutputs
+from penstock.workers.engines.external.constrained import ConstrainedOutputs, PreparedGrammars
 from penstock.workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
 
@@ -272,7 +272,7 @@ class ExternalEngine(Generic[C]):
     ) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
-        self.grammars: Grammars | None = grammars
+        self.grammars: Grammars | None = None if grammars is None else PreparedGrammars(grammars)
         self.adapters = adapters
         self.weights: WeightsEngine | None = None
         self.adapter = adapter

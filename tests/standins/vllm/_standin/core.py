@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,7 @@ class Request:
     scored: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     scores_sent: bool = False  # of ``scored``
     grammar: GuidanceGrammar | None = None
+    compiling: Future[GuidanceGrammar] | None = None
 
     @property
     def request_id(self) -> str:
@@ -106,6 +108,7 @@ class Core:
 
     def close(self) -> None:
         ENGINES.pop(self.engine_id, None)
+        self.grammars.executor.shutdown(cancel_futures=True)
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -152,8 +155,11 @@ class Core:
             if self._room(request, count):
                 plan.append((request, count))
                 budget -= count
-        while self.waiting and budget > 0 and len(self.running) < self.config.scheduler_config.max_num_seqs:
-            request = self.waiting[0]
+        pieces += self._take_grammars()
+        while budget > 0 and len(self.running) < self.config.scheduler_config.max_num_seqs:
+            request = next((each for each in self.waiting if each.compiling is None), None)
+            if request is None:
+                break
             if not request.blocks and not self._admit(request, pieces):
                 break
             if request not in self.waiting:
@@ -165,7 +171,7 @@ class Core:
             if not self._room(request, count, preempt=False):
                 self._preempt(request, queue=False)  # what waits holds nothing
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.running.append(request)
             plan.append((request, count))
             budget -= count
@@ -175,6 +181,21 @@ class Core:
                 if piece is not None:
                     pieces.append(piece)
         return pieces
+
+    def _take_grammars(self) -> list[Piece]:
+        """Take the grammars that are compiled; returns the ends of requests whose grammars cannot be."""
+        failed = []
+        for request in list(self.waiting):
+            if request.compiling is None or not request.compiling.done():
+                continue
+            if request.compiling.exception() is None:
+                request.grammar, request.compiling = request.compiling.result(), None
+                continue
+            piece = Piece(request, None, None)
+            piece.finish = "error"
+            self._end(request, keep=False)
+            failed.append(piece)
+        return failed
 
     def _admit(self, request: Request, pieces: list[Piece]) -> bool:
         """Look for what is cached or offered; False: there is no room."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
 
+from penstock.infra.byte_cache import ByteCache
+from penstock.infra.constraints import constraint_grammar
 from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
@@ -23,7 +27,7 @@ from penstock.infra.model.adapter import AdapterError, read_adapter
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling
 from penstock.workers.engines.engine_protocol import EngineError
-from penstock.workers.engines.external import handoff_state
+from penstock.workers.engines.external import constrained, handoff_state
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import subscribe
 from penstock.workers.engines.external.runtime import Inbox
@@ -155,6 +159,48 @@ def test_a_grammar_that_the_worker_has_compiled_is_not_checked_again_where_other
     seen = driver.run(ask(0, PROMPT, 20, constraint=constraint))
     assert (seen.failures, seen.outputs[-1].finish) == ([], "stop")
     assert threads == []
+
+
+def test_no_stream_waits_for_a_schema_that_another_request_brings(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine gets of a schema is made where that is compiled; the engine compiles it beside its steps."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    made: list[str] = []
+    as_lark, create = constraint_grammar.as_lark, StructuredOutputManager._create_grammar
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def noted(constraint: Constraint) -> str:
+        made.append(threading.current_thread().name)
+        return as_lark(constraint)
+
+    def create_late(manager: Any, request: Any) -> Any:
+        compiling.set()
+        assert go_on.wait(30)
+        return create(manager, request)
+
+    monkeypatch.setattr(constraint_grammar, "as_lark", noted)
+    monkeypatch.setattr(StructuredOutputManager, "_create_grammar", create_late)
+    monkeypatch.setattr(constrained, "_texts", ByteCache(1, lambda *_: 1))  # only what is in use is kept
+    driver = make()
+    constraint = Constraint(REGEX, "[a-f]{5}")
+    assert driver.engine.grammars.known(constraint) is None
+    with ThreadPoolExecutor(1, "compiles") as threads:
+        kept = threads.submit(driver.engine.grammars.compile, constraint).result()
+    assert made == ["compiles_0"]
+    driver.engine.submit(ask("stream", PROMPT, 60))
+    driver.until(lambda: len(driver.seen.of("stream")) > 2, "its first tokens")
+    driver.engine.submit(ask("schema", PROMPT, 20, constraint=constraint))
+    driver.until(compiling.is_set, "the engine compiles")
+    before = len(driver.seen.of("stream"))
+    driver.until(lambda: len(driver.seen.of("stream")) > before + 10, "more of its tokens")
+    assert not driver.seen.of("schema")
+    go_on.set()
+    driver.until(lambda: {"stream", "schema"} <= driver.seen.ended(), "both end")
+    assert (driver.seen.failures, len(made)) == ([], 1)
+    assert driver.engine.grammars.known(constraint) is not None
+    del kept
+    gc.collect()
+    assert driver.engine.grammars.known(constraint) is None, "its text is no longer kept"
 
 
 def test_a_cancelled_sequence_is_aborted_in_the_engine(make: Make) -> None:

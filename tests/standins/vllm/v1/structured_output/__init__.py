@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,12 @@ class StructuredOutputManager:
             tokenizer = Tokenizer.from_file(str(Path(vllm_config.model_config.model) / "tokenizer.json"))
             self.backend = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=eos)
 
+        self.executor = ThreadPoolExecutor(1, "vllm-grammars")
+
     def grammar_init(self, request: Any) -> None:
+        """The request waits until its grammar is compiled, and no other one does."""
         if request.sampling_params.structured_outputs is not None:
-            request.grammar = self._create_grammar(request)
+            request.compiling = self.executor.submit(self._create_grammar, request)
 
     def _create_grammar(self, request: Any) -> GuidanceGrammar:
         text = grammar_from("grammar", request.sampling_params.structured_outputs.grammar)
