@@ -49,7 +49,7 @@ PROCESS = "penstock.workers.run_rank"
 LOAD_S = 3600.0  # weights of the largest models
 SEND_S = 30  # for which a rank may leave a step unread
 END_S = 3.0  # from the end of its socket to that of its process
-CAUSE_S = 1.0  # in which the end of a process becomes known, after an exchange with it has failed
+CAUSE_S = 3.0  # in which the end of a process becomes known, after an exchange with it has failed
 _PREFIX = 4  # bytes of a message's length
 
 
