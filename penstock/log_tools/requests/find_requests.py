@@ -1,9 +1,9 @@
 """Finds requests in the log by model, time, state and other criteria, newest first.
 
-Ended requests are read from the records in DONE. The others are those that the consumers of REQUESTS and WORK have not
-acknowledged. A stopped deployment has no consumers, so the last hour of both streams is read instead.
-
-What a stopped deployment has stored about requests that have no record: they have not ended.
+Ended requests are read from their records in DONE, and their prompts from REQUESTS, which is read beside it. The others
+are those that the consumers of REQUESTS and WORK have not acknowledged. A stopped deployment has no consumers: there,
+the last hour of both streams is read for requests without a record. Where records are damaged or missing, their
+requests are in an unknown state.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from penstock.infra.bus.direct_get import (
     read_backwards,
     stream_end,
 )
-from penstock.log_tools.requests.text_search import RecordSearch
+from penstock.log_tools.requests.text_search import ID_BYTES, RecordSearch
 from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.store_files import (
     Place,
@@ -65,7 +65,6 @@ log = structlog.get_logger("timeline")
 T = TypeVar("T")
 
 _LEFT_OUT = b"\xa8left_out"  # as a record names what it lacks
-_ID = 36  # characters of a request's id
 
 
 class Left(NamedTuple):
@@ -85,7 +84,7 @@ def _search(stored: StoredLog, since_ns: int) -> Iterator[tuple[str, Raw]]:
     over = _ended_ids(stored, since_ns)
     waiting: set[bytes] = set()
     for raw in _without(stored, "REQUESTS", since_ns, over):
-        waiting.add(message_id(raw.block, raw.at)[:_ID])
+        waiting.add(message_id(raw.block, raw.at)[:ID_BYTES])
         yield "REQUESTS", raw
     if _has_all(_stream(stored, "REQUESTS"), since_ns):
         if not waiting:
@@ -96,7 +95,7 @@ def _search(stored: StoredLog, since_ns: int) -> Iterator[tuple[str, Raw]]:
 
 
 DAMAGED = "its record is damaged on the disk"
-_RECORD = re.compile(rb"\.done\.[^.]+\.[^.]+\.([0-9a-f-]{%d})" % _ID)
+_RECORD = re.compile(rb"\.done\.[^.]+\.[^.]+\.([0-9a-f-]{%d})" % ID_BYTES)
 
 
 def _ended_ids(stored: StoredLog, since_ns: int) -> set[bytes]:
@@ -110,7 +109,7 @@ def _ended_ids(stored: StoredLog, since_ns: int) -> set[bytes]:
         return set(_RECORD.findall(subjects))
     over: set[bytes] = set()
     for data, places in stream.by_block(since_ns=since_ns):
-        over.update([subject_of(data, at)[-_ID:] for _, _, at in places])
+        over.update([subject_of(data, at)[-ID_BYTES:] for _, _, at in places])
     return over
 
 
@@ -120,11 +119,11 @@ def _without(stored: StoredLog, name: str, since_ns: int, over: set[bytes]) -> I
     if stream is None:
         return
     for index, content in stream.contents(since_ns):
-        if over.issuperset([each[:_ID] for each in find_message_ids(content)]):
+        if over.issuperset([each[:ID_BYTES] for each in find_message_ids(content)]):
             continue
         data, places = stream.places(index)
         for seq, time_ns, at in places:
-            if time_ns >= since_ns and message_id(data, at)[:_ID] not in over:
+            if time_ns >= since_ns and message_id(data, at)[:ID_BYTES] not in over:
                 yield Raw(seq, time_ns, data, at)
 
 
@@ -373,7 +372,7 @@ def _request_in(record: Entry | Raw) -> bytes:
 def _request_asked(message: Entry | Raw) -> bytes:
     """The request of a message of REQUESTS. A copy that a router has made of it has more in its id."""
     if isinstance(message, Raw):
-        return message_id(message.block, message.at)[:_ID]
+        return message_id(message.block, message.at)[:ID_BYTES]
     return request_named(message.headers).encode()
 
 
