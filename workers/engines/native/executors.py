@@ -248,7 +248,8 @@ def move(model: Any, device: torch.device) -> None:
         old = each.data.untyped_storage()
         new = copies.get(old.data_ptr())
         if new is None:
-            new = copies[old.data_ptr()] = torch.UntypedStorage(old.nbytes(), device=device).copy_(old)
+            new = torch.empty(old.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+            copies[old.data_ptr()] = new.copy_(old)
         empty = torch.empty(0, dtype=each.dtype, device=device)
         each.data = empty.set_(new, each.storage_offset(), each.shape, each.stride())
 
