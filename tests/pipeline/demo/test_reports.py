@@ -22,7 +22,7 @@ HAS_PLUS = "2 + 3 + 0 = 5."  # in what the model thinks
 
 async def post(demo: Deployment, path: str, body: dict[str, Any]) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
-        answer = await client.post(path, json=body)
+        answer = await client.post(path, json={"model": "demo", **body})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -30,7 +30,7 @@ async def post(demo: Deployment, path: str, body: dict[str, Any]) -> dict[str, A
 
 async def deltas(demo: Deployment, body: dict[str, Any]) -> list[dict[str, Any]]:
     async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
-        text = (await client.post("/v1/chat/completions", json={**body, "stream": True})).text
+        text = (await client.post("/v1/chat/completions", json={"model": "demo", **body, "stream": True})).text
     bodies = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     return [body["choices"][0]["delta"] for body in bodies]
 
@@ -94,7 +94,7 @@ async def test_a_prefilled_thought_goes_on_as_a_thought(demo: Deployment) -> Non
 
 
 async def test_packed_bodies_are_read_and_every_answer_has_the_clients_id(demo: Deployment) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}).encode()
+    body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}).encode()
     async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
         headers = {"content-encoding": "gzip", "x-request-id": "mine"}
         answer = await client.post("/v1/chat/completions", content=gzip.compress(body), headers=headers)
@@ -102,6 +102,7 @@ async def test_packed_bodies_are_read_and_every_answer_has_the_clients_id(demo: 
         refused = await client.post("/v1/chat/completions", content=body, headers={"content-encoding": "br"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (415, "Content-Encoding")
         assert refused.headers["x-request-id"]
-        response = (await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2})).json()
+        said = {"model": "demo", "input": "hi", "max_output_tokens": 2}
+        response = (await client.post("/v1/responses", json=said)).json()
         cancel = await client.post(f"/v1/responses/{response['id']}/cancel")
         assert cancel.status_code == 400

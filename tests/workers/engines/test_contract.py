@@ -829,7 +829,7 @@ def test_adapters_run_beside_each_other_and_their_blocks_have_names_of_their_own
     driver.engine.submit(ask("last", PROMPT, 40, adapter=served[0], base=bases[served[0]]))
     driver.until(lambda: bool(driver.seen.of("last")), "its first token")
     adapters.remove(served[0])
-    if subject.name != "native":
+    if subject.name not in ("mock", "native"):  # these two keep it until its last sequence has ended
         assert adapters.loaded == (served[1],)
     with pytest.raises(RequestError, match="is no longer served"):
         driver.engine.submit(ask("late", PROMPT, 2, adapter=served[0], base=bases[served[0]]))

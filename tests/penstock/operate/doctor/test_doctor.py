@@ -219,7 +219,7 @@ async def test_a_deployment_s_disk_is_measured_by_its_own_streams(
     await server.start()
     await apply_at(server.url(), server.subjects, store_size=0.8)
     [disk] = [each for each in (await examine(LogSource(server.data_dir))).findings if each.check == "disk"]
-    assert "may grow to 814 MiB" in disk.what
+    assert "may grow to 815 MiB" in disk.what
 
 
 def fake_smi(folder: Path, script: str) -> None:
