@@ -8,7 +8,7 @@ Checks of a request that hold for every engine. Pure.
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -359,16 +359,24 @@ class WeightsEngine(Protocol):
     def settled(self) -> bool:
         """Whether it is held, and no step is in flight whose tokens are not returned yet."""
 
-    def replace(self, folder: Path, root_of: Callable[[object, int], bytes]) -> None:
-        """Compute with the weights of another folder from now on, while it is ``settled``.
+    def read(self, folder: Path) -> Any:
+        """Read and check the weights of another folder, in any thread, while this engine computes.
+
+        Raises:
+            RequestError: they cannot be used in the place of these.
+        """
+
+    def replace(self, read: Any, root_of: Callable[[object, int], bytes]) -> None:
+        """Compute with the weights that were read from now on, while it is ``settled``.
 
         Its prefix cache is emptied. Sequences that run keep their tokens, and what was computed of them is computed
         again.
 
         Args:
+            read: of ``read``.
             root_of: the new parent of a sequence's first block, by its key and the number of its generated tokens.
         Raises:
-            RequestError: the folder's weights cannot be used in the place of these, which stay.
+            RequestError: these weights cannot be used in the place of the present ones, which stay.
             EngineError: the device is lost.
         """
 

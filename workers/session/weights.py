@@ -276,12 +276,13 @@ class WeightsTable:
             )
         began = time.monotonic()
         if revision != self._served.revision:
+            read = await self._read(folder)
             if self.shown.asleep:
                 await self._wake_now()
             await self._quiet(entry.running, entry.within_s)
             try:
                 began = time.monotonic()
-                revision = await self._replace(folder, revision)
+                revision = await self._replace(folder, revision, read)
                 if entry.revision not in ("", revision):
                     raise EngineError(f"{folder} changed while it was read, and the weights before are gone")
             finally:
@@ -291,7 +292,15 @@ class WeightsTable:
         self._show(update=entry.update, before=entry.before if entry.running == CONTINUE else "", seconds=took)
         log.info("weights_updated", update=entry.update, revision=revision, folder=str(folder), seconds=round(took, 3))
 
-    async def _replace(self, folder: Path, revision: str) -> str:
+    async def _read(self, folder: Path) -> Any:
+        """
+        Raises:
+            RequestError: its weights cannot be used.
+        """
+        weights = await asyncio.wrap_future(self._call(_weights_of))
+        return await asyncio.to_thread(weights.read, folder)
+
+    async def _replace(self, folder: Path, revision: str, read: Any) -> str:
         """The revision of what was read: a trainer may still write.
 
         Raises:
@@ -301,8 +310,8 @@ class WeightsTable:
         old, served = self._served.revision, self._served
         for _ in range(READS):
 
-            def replace(engine: Engine, old: str = old, revision: str = revision) -> None:
-                _weights_of(engine).replace(folder, lambda key, generated: _renamed(key, generated, old, revision))
+            def replace(engine: Engine, read: Any = read, old: str = old, revision: str = revision) -> None:
+                _weights_of(engine).replace(read, lambda key, generated: _renamed(key, generated, old, revision))
 
             await asyncio.wrap_future(self._call(replace))
             again = await asyncio.to_thread(self._revision, folder)
@@ -313,6 +322,10 @@ class WeightsTable:
                     reporter.made_with = msgspec.structs.replace(reporter.made_with, revision=revision)
                 return revision
             revision, old = again, ""
+            try:
+                read = await self._read(folder)
+            except RequestError as error:  # those before are gone
+                raise EngineError(f"{folder} changed while it was read: {error}") from error
         raise EngineError(f"{folder} changed {READS} times while it was read; write weights to a folder of their own")
 
     def _within(self, path: str) -> Path:

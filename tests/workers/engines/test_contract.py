@@ -146,7 +146,7 @@ def test_other_weights_answer_as_an_engine_that_was_started_with_them(make: Make
     driver.until(lambda: len(driver.seen.of("runs")) > 3, "some tokens")
     weights.hold()
     driver.until(lambda: weights.settled, "the end of the step")
-    weights.replace(trained, lambda key, generated: ROOT_2)
+    weights.replace(weights.read(trained), lambda key, generated: ROOT_2)
     kept = driver.seen.tokens("runs")
     assert not driver.engine.has_work() or not driver.step().outputs
     assert not driver.fold()
@@ -175,7 +175,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(make: Make, tmp_
     whole = driver.answer(ask(0, PROMPT, 12))
     weights.hold()
     with pytest.raises(RequestError) as refused:
-        weights.replace(tmp_path / "missing", lambda key, generated: ROOT_2)
+        weights.replace(weights.read(tmp_path / "missing"), lambda key, generated: ROOT_2)
     assert "missing" in refused.value.message
     weights.proceed()
     seen = driver.run(ask(0, PROMPT, 12))

@@ -152,10 +152,17 @@ class Adapters:
 
 
 class WeightStore(Protocol):
-    """Where the weights and the KV cache of an engine are. Nothing is computed while it is called."""
+    """Where the weights and the KV cache of an engine are. Nothing is computed meanwhile, except while it reads."""
 
-    def replace(self, folder: Path) -> Executor | OverlapExecutor | None:
-        """Put a folder's weights in the place of the present ones; what computes from now on, None: as before.
+    def read(self, folder: Path) -> Any:
+        """A folder's weights in host memory, checked; from any thread.
+
+        Raises:
+            RequestError: they cannot be used.
+        """
+
+    def replace(self, read: Any) -> Executor | OverlapExecutor | None:
+        """Put what was read in the place of the present weights; what computes from now on, None: as before.
 
         Raises:
             RequestError: they cannot be used; the present ones stay.
@@ -194,10 +201,13 @@ class ReplaceableWeights:
     def settled(self) -> bool:
         return self._scheduler.settled
 
-    def replace(self, folder: Path, root_of: Callable[[object, int], bytes]) -> None:
+    def read(self, folder: Path) -> Any:
         if self._engine.vision is not None:
             raise RequestError(Code.unsupported, "weights of models that take images are not replaced; restart workers")
-        executor = self._store.replace(folder)
+        return self._store.read(folder)
+
+    def replace(self, read: Any, root_of: Callable[[object, int], bytes]) -> None:
+        executor = self._store.replace(read)
         if executor is not None:
             self._engine.compute_with(executor)
         self._scheduler.begin_anew(root_of)

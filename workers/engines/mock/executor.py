@@ -364,10 +364,13 @@ class MockExecutor:
         assert self._encoder is not None
         return seen([self._encoder.read(span.slots) for span in sequence.media])
 
-    def replace(self, folder: Path) -> None:
+    def read(self, folder: Path) -> None:
         """It has no weights: its tokens stay the same. This and the following: ``core.engine.WeightStore``."""
         if not (folder / "config.json").is_file():
             raise RequestError(Code.invalid_request, f"there is no model in {folder}")
+
+    def replace(self, read: None) -> None:
+        pass
 
     def sleep(self) -> None:
         """It has nothing to move."""

@@ -26,7 +26,6 @@ from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.native.executors import (
-    DeviceWeights,
     PreparedModel,
     make_adapters,
     make_executor,
@@ -53,6 +52,7 @@ from penstock.workers.engines.native.model.pools import KvPools, make_pools
 from penstock.workers.engines.native.model.quantize import quantize
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 from penstock.workers.engines.native.ranks import EngineRanks, LeadingExecutor, RankFollower
+from penstock.workers.engines.native.weights import DeviceWeights, WeightReader, put
 
 
 class HostPool:
@@ -178,7 +178,9 @@ def build_follower(model: str, options: NativeOptions, group: RankGroup) -> Rank
     try:
         loaded = _load(model, device, options, group)
         limit = _model_len(options.max_model_len, loaded.max_positions, loaded.most_positions)
-        return RankFollower(loaded, make_pools(loaded, options, limit, hybrid=_is_hybrid(options)))
+        reader = WeightReader(loaded, quantize if options.quantization == "fp8" else None)
+        pools = make_pools(loaded, options, limit, hybrid=_is_hybrid(options))
+        return RankFollower(loaded, pools, reader.read, functools.partial(put, loaded))
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
 
@@ -286,9 +288,13 @@ def assemble(
     )
     executor = make(target)
     store = None
-    if load_like is not None and ranks is None:
+    if load_like is not None or ranks is not None:
         stays = "the draft model" if draft is not None else "memory of LoRA adapters" if options.max_loras else ""
-        store = DeviceWeights(target, pools, executor, load=load_like, make=make, stays=stays)
+        stays = stays if ranks is None else "a part of the model on another GPU"
+        narrow = quantize if options.quantization == "fp8" else None
+        store = DeviceWeights(
+            target, pools, executor, load=load_like, make=make, quantize=narrow, stays=stays, ranks=ranks
+        )
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
     info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS if grammars is not None else ())
     if (

@@ -1,14 +1,10 @@
 """Chooses and prepares what computes an engine's steps, and its draft model's: plain torch, or kernels for CUDA."""
 
-import dataclasses
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
-import torch
 
-from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.drafts import NgramDrafter
@@ -16,14 +12,13 @@ from penstock.workers.engines.core.engine import Drafter, Speculator
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Executor
-from penstock.workers.engines.engine_protocol import EngineError, RequestError, SequenceRequest
-from penstock.workers.engines.native.model.adapters import TorchAdapters, places_of
+from penstock.workers.engines.engine_protocol import SequenceRequest
+from penstock.workers.engines.native.model.adapters import TorchAdapters
 from penstock.workers.engines.native.model.attention import UnsupportedAttention
 from penstock.workers.engines.native.model.draft import DraftModel
 from penstock.workers.engines.native.model.executor import TorchExecutor
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
-from penstock.workers.engines.native.model.pool import device_errors, dtype_name, out_of_memory
 from penstock.workers.engines.native.model.pools import KvPools
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 from penstock.workers.engines.native.ranks import EngineRanks, LeadingExecutor
@@ -35,11 +30,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("engine")
 
 WARM_TOKENS = 4  # prompt + output of a warm-up request
-# Of a configuration: what does not change what a model computes.
-_INCIDENTAL = {
-    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
-}
 
 
 class PreparedModel(NamedTuple):
@@ -146,125 +136,6 @@ def make_executor(
     if warm:
         _warm_up(cuda_executor, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
     return cuda_executor
-
-
-class DeviceWeights:
-    """Implements ``core.engine.WeightStore``: replaces weights in place, so that captured graphs stay as they are.
-
-    Args:
-        executor: of ``make``.
-        load: loads a folder as ``target`` was loaded, onto a device, in a data type.
-        make: what computes with a model and ``pools``.
-        stays: why the KV cache or other memory cannot leave the device; "": all of it can.
-    """
-
-    def __init__(
-        self,
-        target: PreparedModel,
-        pools: KvPools,
-        executor: "TorchExecutor | LeadingExecutor | CudaExecutor",
-        *,
-        load: Callable[[str, torch.device, str], Model],
-        make: "Callable[[PreparedModel], TorchExecutor | LeadingExecutor | CudaExecutor]",
-        stays: str = "",
-    ) -> None:
-        self._target = target
-        self._executor = executor
-        self._pools = [pools.kv, *([pools.sliding.pool] if pools.sliding is not None else [])]
-        self._load = load
-        self._make = make
-        self._stays = stays
-
-    def replace(self, folder: Path) -> "TorchExecutor | LeadingExecutor | CudaExecutor | None":
-        old = self._target.model
-        try:
-            new = self._load(str(folder), torch.device("cpu"), dtype_name(old.dtype))
-        except (UnsupportedModel, UnsupportedAttention) as error:
-            raise RequestError(Code.invalid_request, str(error)) from error
-        if changed := _differences(old, new):
-            raise RequestError(
-                Code.invalid_request,
-                f"{folder} is of another model: {', '.join(changed)} differ; weights are replaced by those of the same "
-                "configuration only",
-            )
-        places, values = (
-            places_of(old.forward),
-            dict(new.forward.named_parameters()) | dict(new.forward.named_buffers()),
-        )
-        unfit = [name for name, value in values.items() if not _fits(places.get(name), value)]
-        if unfit and self._target.rotation is not None:
-            return self._rebuild(new, str(folder))
-        if unfit:
-            raise RequestError(Code.invalid_request, f"{folder}: {unfit[0]} has another size or data type here")
-        with device_errors(), torch.inference_mode():
-            for name, value in values.items():
-                places[name].copy_(value)
-            if old.device.type == "cuda":
-                torch.cuda.synchronize(old.device)
-        return None
-
-    def _rebuild(self, new: Model, folder: str) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
-        """The kernels keep some weights in a form of their own: prepare the new model as at the start.
-
-        Raises:
-            RequestError: this engine's memory cannot be freed meanwhile.
-            EngineError: the new model cannot be prepared. The old one is gone.
-        """
-        old = self._target.model
-        self.sleep()
-        try:
-            moved = dataclasses.replace(new, forward=new.forward.to(old.device), device=old.device)
-            self._target = prepared(moved, lambda: self._load(folder, old.device, dtype_name(old.dtype)))
-        except (torch.OutOfMemoryError, UnsupportedModel) as error:
-            raise EngineError(f"the weights of {folder} cannot be prepared: {error}") from error
-        return self.wake()
-
-    def sleep(self) -> None:
-        if self._stays:
-            raise RequestError(Code.unsupported, f"{self._stays} stays on the device, so this worker does not sleep")
-        self._executor.close()
-        for pool in self._pools:
-            pool.free()
-        if self._target.model.device.type == "cuda":
-            move(self._target.model.forward, torch.device("cpu"))
-            torch.cuda.empty_cache()
-
-    def wake(self) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
-        try:
-            if self._target.model.device.type == "cuda":
-                move(self._target.model.forward, self._target.model.device)
-            for pool in self._pools:
-                pool.allocate()
-            self._executor = self._make(self._target)
-        except (torch.OutOfMemoryError, OSError) as error:
-            raise EngineError(out_of_memory(error)) from error
-        return self._executor
-
-
-def move(model: Any, device: torch.device) -> None:
-    """Copy a model's tensors to a device, one after the other. Those that share memory, as tied weights, still do."""
-    copies: dict[int, torch.UntypedStorage] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        old = each.data.untyped_storage()
-        new = copies.get(old.data_ptr())
-        if new is None:
-            new = torch.empty(old.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-            copies[old.data_ptr()] = new.copy_(old)
-        empty = torch.empty(0, dtype=each.dtype, device=device)
-        each.data = empty.set_(new, each.storage_offset(), each.shape, each.stride())
-
-
-def _differences(old: Model, new: Model) -> list[str]:
-    """What decides how weights are used and is not equal."""
-    before, after = old.forward.config.to_dict(), new.forward.config.to_dict()
-    changed = sorted(
-        key for key in before.keys() | after.keys() if key not in _INCIDENTAL and before.get(key) != after.get(key)
-    )
-    return changed or ([] if old.eos_token_ids == new.eos_token_ids else ["end tokens"])
-
-
-def _fits(place: Any, value: torch.Tensor) -> bool:
-    return place is not None and place.shape == value.shape and place.dtype == value.dtype
 
 
 def make_speculation(

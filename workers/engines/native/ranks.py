@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import structlog
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from penstock.infra.process.child import die_with_parent
@@ -68,7 +70,7 @@ class RankReport(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-class RankStep(msgspec.Struct, frozen=True, array_like=True):
+class RankStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """A step, as packed 32-bit integers.
 
     Attributes:
@@ -84,9 +86,15 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
     changes: bytes
 
 
+class RankWeights(msgspec.Struct, frozen=True, array_like=True, tag="weights"):
+    """Weights that change. ``folder``: to be read; "": put what was read in the place of the present ones."""
+
+    folder: str
+
+
 _decode_order = msgspec.msgpack.Decoder(RankOrder).decode
 _decode_report = msgspec.msgpack.Decoder(RankReport).decode
-_decode_step = msgspec.msgpack.Decoder(RankStep).decode
+_decode_work = msgspec.msgpack.Decoder(RankStep | RankWeights).decode
 
 
 class Link:
@@ -309,6 +317,51 @@ class EngineRanks:
                 self.group.broken = True
                 raise EngineError(f"{self._name(rank)} takes no steps: {error}") from error
 
+    def read_weights(self, folder: Path) -> str:
+        """Have the others read their part of a folder; why one cannot, "": all have. Between two steps.
+
+        Raises:
+            EngineError: one of them is gone.
+        """
+        self._tell(RankWeights(str(folder)))
+        return next((f"{self._name(rank)}: {each.failure}" for rank, each in self._heard() if each.failure), "")
+
+    def put_weights(self) -> None:
+        """Have them put it in the place of their present weights; ``await_weights`` waits for that."""
+        self._tell(RankWeights(""))
+
+    def await_weights(self) -> None:
+        """
+        Raises:
+            EngineError: one of them could not.
+        """
+        for rank, report in self._heard():
+            if report.failure:
+                raise EngineError(f"{self._name(rank)}: {report.failure}")
+
+    def _tell(self, order: RankWeights) -> None:
+        message = msgspec.msgpack.encode(order)
+        for rank in self._ranks:
+            try:
+                rank.link.send(message)
+            except OSError as error:
+                self.group.broken = True
+                raise EngineError(f"{self._name(rank)} takes no weights: {error}") from error
+
+    def _heard(self) -> list[tuple[_Rank, RankReport]]:
+        """What all of them report, so that no report is left for later."""
+        heard, until = [], time.monotonic() + LOAD_S
+        for rank in self._ranks:
+            try:
+                message = rank.link.receive(max(0.0, until - time.monotonic()))
+            except (TimeoutError, OSError):
+                message = b""
+            if not message:
+                self.group.broken = True
+                raise EngineError(f"{self._name(rank)} does not say whether it has its weights")
+            heard.append((rank, _decode_report(message)))
+        return heard
+
     @property
     def transfers(self) -> tuple[Link, ...]:
         return tuple(rank.transfers for rank in self._ranks)
@@ -414,10 +467,23 @@ class _SentTable:
 
 
 class RankFollower:
-    """Computes the steps of rank 0 with this rank's part of a model."""
+    """Computes the steps of rank 0 with this rank's part of a model.
 
-    def __init__(self, model: Model, pools: KvPools) -> None:
+    Args:
+        read: its part of a folder's weights; None: they do not fit.
+        put: puts what was read in the place of the present ones.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pools: KvPools,
+        read: Callable[[Path], Mapping[str, Tensor] | None],
+        put: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
         self._model, self._pools = model, pools
+        self._read_part, self._put = read, put
+        self._values: Mapping[str, Tensor] | None = None
         self._tables: dict[int, list[int]] = {}
 
     def compute(self, step: RankStep) -> None:
@@ -436,6 +502,19 @@ class RankFollower:
         with torch.inference_mode():
             paged = paged_attention(self._pools.kv, full, self._pools.sliding, sliding)
             self._model.logits(inputs, places, rows, paged)
+
+    def change(self, order: RankWeights) -> RankReport:
+        """Read weights, or put those that were read in their place."""
+        if order.folder:
+            try:
+                self._values = self._read_part(Path(order.folder))
+            except (EngineError, OSError, SafetensorError) as error:
+                return RankReport(str(error)[:2000])
+            return RankReport("" if self._values is not None else f"{order.folder} does not fit into this rank's part")
+        assert self._values is not None
+        values, self._values = self._values, None
+        self._put(values)
+        return RankReport()
 
     def memory(self) -> dict[str, Memory]:
         """As of ``Executor``."""
@@ -480,7 +559,11 @@ def serve(
         follower = build(order.model, order.options, group)
         built(follower.memory())
         while message := link.receive():
-            follower.compute(_decode_step(message))
+            work = _decode_work(message)
+            if isinstance(work, RankStep):
+                follower.compute(work)
+            else:
+                link.send(msgspec.msgpack.encode(follower.change(work)))
     except _LeaderEnded:
         return 0
     except Exception as error:

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.requests import Sampling
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.engine_protocol import EngineError, NodeLost
+from penstock.workers.engines.engine_protocol import EngineError, NodeLost, RequestError
 from penstock.workers.engines.native import build as build_module
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import loading
@@ -28,6 +31,7 @@ from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve, start_process
 from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
+from tests.adapters import other_weights
 from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt, request, run, tokens
 from tests.workers.engines.native.test_handoff import ROOT, prefilled
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
@@ -247,3 +251,44 @@ def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
     assert answer == expected(model, words, 12)
     assert results[0].started[0].cached_tokens == len(words)
     assert results[0].computed_tokens == 1
+
+
+@pytest.mark.parametrize(("name", "width"), [("llama", 2), ("llama", 4), ("qwen3_moe", 2)])
+def test_each_rank_takes_its_part_of_new_weights(
+    name: str, width: int, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Under the names of a trainer's modules, as those of merged experts."""
+    model, trained = model_dir(name), other_weights(model_dir(name), tmp_path / "trained")
+    modules = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict()
+    save_file({key: each.clone() for key, each in modules.items()}, trained / "model.safetensors", {"format": "pt"})
+    wanted = expected(trained, prompt(13), COUNT)
+    assert wanted != expected(model, prompt(13), COUNT)
+    with engine(model, width) as native:
+        weights = native.weights
+        assert weights is not None
+        before = run(native, [request("before", prompt(13), COUNT)])
+        read = weights.read(trained)
+        weights.hold()
+        weights.replace(read, lambda key, generated: b"another")
+        weights.proceed()
+        after = run(native, [request("after", prompt(13), COUNT)])
+    assert (tokens(before)["before"], tokens(after)["after"]) == (expected(model, prompt(13), COUNT), wanted)
+
+
+def test_a_split_model_keeps_its_weights_where_one_rank_cannot_read_the_new_ones(
+    model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, trained = model_dir("llama"), other_weights(model_dir("llama"), tmp_path / "trained")
+    wanted = expected(model, prompt(13), COUNT)
+    with engine(model, 2) as native:
+        weights = native.weights
+        assert weights is not None
+        read = weights.read(trained)
+        trained.rename(tmp_path / "away")
+        weights.hold()
+        with pytest.raises(RequestError, match="rank 1 of 2"):
+            weights.replace(read, lambda key, generated: b"another")
+        weights.proceed()
+        assert tokens(run(native, [request(0, prompt(13), COUNT)])) == {0: wanted}
+        with pytest.raises(RequestError, match="does not sleep"):
+            weights.sleep()

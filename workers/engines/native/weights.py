@@ -1,0 +1,289 @@
+"""Weights that are replaced while an engine runs, and those of one that sleeps.
+
+New weights are read and checked in host memory while the engine computes: safetensors files are mapped, not copied. If
+tensors have the names of the model's modules, they are copied into the place of the present ones, each rank its part,
+and captured graphs stay as they are. Other checkpoints, as those with a tensor per expert, are loaded as at the start.
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from penstock.infra.model import weight_files
+from penstock.infra.model.defaults import BadDefaults, ids
+from penstock.schemas.errors import Code
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
+from penstock.workers.engines.native.executors import PreparedModel, prepared
+from penstock.workers.engines.native.model import attention
+from penstock.workers.engines.native.model.adapters import places_of
+from penstock.workers.engines.native.model.attention import UnsupportedAttention
+from penstock.workers.engines.native.model.executor import TorchExecutor
+from penstock.workers.engines.native.model.loading import check_files, check_values, configuration
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel
+from penstock.workers.engines.native.model.parallel import split
+from penstock.workers.engines.native.model.pool import device_errors, dtype_name, out_of_memory
+from penstock.workers.engines.native.model.pools import KvPools
+from penstock.workers.engines.native.ranks import EngineRanks, LeadingExecutor
+
+if TYPE_CHECKING:
+    from penstock.workers.engines.native.cuda.executor import CudaExecutor
+
+# Of a configuration: what does not change what a model computes.
+_INCIDENTAL = {
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+}
+
+
+class ReadWeights(NamedTuple):
+    """``values``: by their names in the model; None: the folder is loaded when they are replaced."""
+
+    folder: Path
+    values: Mapping[str, Tensor] | None
+
+
+class WeightReader:
+    """Reads folders for a loaded model, or for one rank's part of it.
+
+    Args:
+        quantize: what was done to the loaded model's weights; None: nothing.
+    Attributes:
+        model: as given; it may be replaced by one of the same configuration.
+    """
+
+    def __init__(self, model: Model, quantize: Callable[[Any], object] | None = None) -> None:
+        self.model, self._quantize = model, quantize
+        self._frame: Any = None  # the model without weights, made now: transformers does so by global state
+        if model.multimodal or getattr(model.forward.config, "quantization_config", None):
+            return
+        attention.register()
+        try:
+            with torch.device("meta"):
+                self._frame = AutoModelForCausalLM.from_config(
+                    copy.deepcopy(model.forward.config), attn_implementation=attention.NAME, dtype=model.dtype
+                )
+        except Exception:  # of transformers', of any kind: then folders are loaded whole
+            return
+
+    def read(self, folder: Path) -> Mapping[str, Tensor] | None:
+        """Its weights, mapped into memory; None: they have other names, or it may be of another model.
+
+        Raises:
+            UnsupportedModel: tensors are missing, or have no usable values.
+        """
+        if self._frame is None or weight_files.key_mapping(folder) or weight_files.is_mistral_format(folder):
+            return None
+        config = configuration(str(folder))
+        if differences(self._frame.config, config) or _end_tokens(folder, config) != self.model.eos_token_ids:
+            return None
+        check_files(folder)
+        frame = copy.deepcopy(self._frame)
+        wanted, found = frame.state_dict(keep_vars=True), dict[str, Tensor]()
+        for name, tensor in _tensors(folder).items():
+            if name not in wanted or wanted[name].shape != tensor.shape:
+                return None
+            found[name] = nn.Parameter(tensor.to(wanted[name].dtype), requires_grad=False)
+        frame.load_state_dict(found, strict=False, assign=True)
+        frame.tie_weights()
+        if any(each.is_meta for each in frame.parameters()):
+            return None
+        check_values(str(folder), frame)
+        if self.model.group is not None:
+            split(frame, self.model.group)
+        if self._quantize is not None:
+            self._quantize(frame)
+        values = dict(frame.named_parameters()) | dict(frame.named_buffers())
+        values = {name: value for name, value in values.items() if not value.is_meta}  # others follow from the config
+        places = places_of(self.model.forward)
+        return values if all(_fits(places.get(name), value) for name, value in values.items()) else None
+
+
+def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
+    """As ``loading.end_tokens`` of the loaded model."""
+    try:
+        generation = msgspec.json.decode((folder / "generation_config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        generation = {}
+    for value in (generation.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
+        with contextlib.suppress(BadDefaults):
+            if found := ids("eos_token_id", value):
+                return found
+    return ()
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """Of all safetensors files; mapped, so that nothing is read yet."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    return found
+
+
+def put(model: Model, values: Mapping[str, Tensor]) -> None:
+    """Copy what a ``WeightReader`` of this model has read into its place."""
+    places = places_of(model.forward)
+    with device_errors(), torch.inference_mode():
+        for name, value in values.items():
+            places[name].copy_(value)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+
+class DeviceWeights:
+    """Implements ``core.engine.WeightStore``.
+
+    Args:
+        executor: of ``make``.
+        load: loads a folder as ``target`` was loaded, onto a device, in a data type; None: no folder is loaded whole.
+        make: what computes with a model and ``pools``.
+        quantize: as of ``WeightReader``.
+        stays: why the KV cache or other memory cannot leave the device; "": all of it can.
+        ranks: the others, of a model that is split.
+    """
+
+    def __init__(
+        self,
+        target: PreparedModel,
+        pools: KvPools,
+        executor: "TorchExecutor | LeadingExecutor | CudaExecutor",
+        *,
+        load: Callable[[str, torch.device, str], Model] | None,
+        make: "Callable[[PreparedModel], TorchExecutor | LeadingExecutor | CudaExecutor]",
+        quantize: Callable[[Any], object] | None = None,
+        stays: str = "",
+        ranks: EngineRanks | None = None,
+    ) -> None:
+        self._target = target
+        self._executor = executor
+        self._pools = [pools.kv, *([pools.sliding.pool] if pools.sliding is not None else [])]
+        self._load = load
+        self._make = make
+        self._reader = WeightReader(target.model, quantize)
+        self._stays = stays
+        self._ranks = ranks
+
+    def read(self, folder: Path) -> ReadWeights:
+        try:
+            values = self._reader.read(folder)
+        except (UnsupportedModel, OSError, SafetensorError) as error:
+            raise _refused(str(error)) from error
+        if values is None and self._load is None:
+            raise _refused(
+                f"{folder}: tensors have other names or sizes than the modules of "
+                f"{type(self._target.model.forward).__name__}, or config.json differs; a model that is split over GPUs "
+                "takes those only"
+            )
+        return ReadWeights(folder, values)
+
+    def replace(self, read: ReadWeights) -> "TorchExecutor | LeadingExecutor | CudaExecutor | None":
+        if read.values is None:
+            return self._load_whole(read.folder)
+        if self._ranks is None:
+            put(self._target.model, read.values)
+            return None
+        with self._ranks.explained():
+            if reason := self._ranks.read_weights(read.folder):
+                raise _refused(reason)
+            self._ranks.put_weights()
+            put(self._target.model, read.values)
+            self._ranks.await_weights()
+        return None
+
+    def _load_whole(self, folder: Path) -> "TorchExecutor | LeadingExecutor | CudaExecutor | None":
+        old = self._target.model
+        assert self._load is not None
+        try:
+            new = self._load(str(folder), torch.device("cpu"), dtype_name(old.dtype))
+        except (UnsupportedModel, UnsupportedAttention) as error:
+            raise _refused(str(error)) from error
+        changed = differences(old.forward.config, new.forward.config)
+        if changed or old.eos_token_ids != new.eos_token_ids:
+            raise _refused(
+                f"{folder} is of another model: {', '.join(changed or ['end tokens'])} differ; weights are replaced by "
+                "those of the same configuration only"
+            )
+        places = places_of(old.forward)
+        values = dict(new.forward.named_parameters()) | dict(new.forward.named_buffers())
+        unfit = [name for name, value in values.items() if not _fits(places.get(name), value)]
+        if unfit and self._target.rotation is not None:
+            return self._rebuild(new, str(folder))
+        if unfit:
+            raise _refused(f"{folder}: {unfit[0]} has another size or data type here")
+        put(old, values)
+        return None
+
+    def _rebuild(self, new: Model, folder: str) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
+        """The kernels keep some weights in a form of their own: prepare the new model as at the start.
+
+        Raises:
+            RequestError: this engine's memory cannot be freed meanwhile.
+            EngineError: the new model cannot be prepared. The old one is gone.
+        """
+        old, load = self._target.model, self._load
+        assert load is not None
+        self.sleep()
+        try:
+            moved = dataclasses.replace(new, forward=new.forward.to(old.device), device=old.device)
+            self._target = prepared(moved, lambda: load(folder, old.device, dtype_name(old.dtype)))
+        except (torch.OutOfMemoryError, UnsupportedModel) as error:
+            raise EngineError(f"the weights of {folder} cannot be prepared: {error}") from error
+        self._reader.model = self._target.model
+        return self.wake()
+
+    def sleep(self) -> None:
+        if self._stays:
+            raise RequestError(Code.unsupported, f"{self._stays} stays on the device, so this worker does not sleep")
+        self._executor.close()
+        for pool in self._pools:
+            pool.free()
+        if self._target.model.device.type == "cuda":
+            move(self._target.model.forward, torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def wake(self) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
+        try:
+            if self._target.model.device.type == "cuda":
+                move(self._target.model.forward, self._target.model.device)
+            for pool in self._pools:
+                pool.allocate()
+            self._executor = self._make(self._target)
+        except (torch.OutOfMemoryError, OSError) as error:
+            raise EngineError(out_of_memory(error)) from error
+        return self._executor
+
+
+def move(model: Any, device: torch.device) -> None:
+    """Copy a model's tensors to a device, one after the other. Those that share memory, as tied weights, still do."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        old = each.data.untyped_storage()
+        new = copies.get(old.data_ptr())
+        if new is None:
+            new = torch.empty(old.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+            copies[old.data_ptr()] = new.copy_(old)
+        empty = torch.empty(0, dtype=each.dtype, device=device)
+        each.data = empty.set_(new, each.storage_offset(), each.shape, each.stride())
+
+
+def differences(before: Any, after: Any) -> list[str]:
+    """What decides how weights are used and is not equal in two configurations."""
+    old, new = before.to_dict(), after.to_dict()
+    return sorted(key for key in old.keys() | new.keys() if key not in _INCIDENTAL and old.get(key) != new.get(key))
+
+
+def _fits(place: Any, value: Tensor) -> bool:
+    return place is not None and place.shape == value.shape and place.dtype == value.dtype
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(Code.invalid_request, reason)
