@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -64,6 +65,15 @@ GROUPED: dict[str, Any] = {  # sigmoid scores, a correction of the choice, and h
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.8,
 }
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
     "qwen3": Qwen3Config(**COMMON),
@@ -89,14 +99,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "olmoe": OlmoeConfig(**COMMON, num_experts=8, num_experts_per_tok=2),
     "granite_moe": GraniteMoeConfig(**COMMON, **CHOSEN, residual_multiplier=0.7, attention_multiplier=0.25),
     "phimoe": PhimoeConfig(**COMMON, **CHOSEN, router_jitter_noise=0.05),
-    "deepseek_v3": DeepseekV3Config(
+    "deepseek_v2": DeepseekV2Config(
         **{**COMMON, "num_key_value_heads": 4, "head_dim": 8},
-        **GROUPED,
-        q_lora_rank=24,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=24,
+        **{**GROUPED, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+        **LATENT,
+        q_lora_rank=None,
+        rope_parameters=YARN,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4, "head_dim": 8}, **GROUPED, **LATENT, q_lora_rank=24
     ),
     "glm4_moe": Glm4MoeConfig(**COMMON, **GROUPED, use_qk_norm=True),
 }

@@ -2,8 +2,9 @@
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
-from penstock.schemas.transfer import Memory
+from penstock.schemas.transfer import Endpoint, Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
@@ -20,8 +21,15 @@ from penstock.workers.engines.engine_protocol import Output, PinnedPrompt, Reque
 from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
+from penstock.workers.engines.native.model.pool import KvPool, KvShape
+from penstock.workers.kv_transfer.agent import check_pool
+from penstock.workers.kv_transfer.transport_protocol import TransferError
+from penstock.workers.kv_transfer.transport_thread import open_transport
 from tests.workers.engines.native.models import drain, request, run, tokens
+from tests.workers.engines.native.models import expected as greedy
+from tests.workers.engines.native.models import prompt as tuples
 from tests.workers.engines.native.pictures import DIRECTORY, asking, encoded, expected, media, prompt
+from tests.workers.kv_transfer.support import needs_nixl
 
 DEMO = DIRECTORY.parent / "demo"
 ROOT = root("revision")
@@ -118,6 +126,48 @@ def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(
     assert results[0].started[0].cached_tokens == length
     assert results[0].computed_tokens <= (5 if speculative else 1)  # nothing of the prompt
     assert (target.stats().pinned_blocks, source.stats().pinned_blocks) == (0, 0)
+
+
+@needs_nixl
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_latents_move_over_nixl_and_nothing_of_the_prompt_is_computed(
+    name: str, model_dir: Callable[[str], Path]
+) -> None:
+    directory, words = model_dir(name), tuples(29)
+    options = NativeOptions(device="cpu", block_size=8, kv_blocks=24)
+    source, target = build(str(directory), options), build(str(directory), options)
+    run(source, [request("before", words[:11], 3)])
+    owner, reader = (
+        open_transport("nixl", f"latents-{name}-{at}", engine.memory()) for at, engine in enumerate((source, target))
+    )
+    try:
+        pinned, first = prefilled(source, request(0, words, 1, root=ROOT))
+        digests = split(chain(pack_tokens(array("I", words)), 8, ROOT))
+        reservation = target.kv_transfer.reserve(digests, 1, 1)
+        assert reservation is not None
+        into = reservation.blocks + reservation.tails
+        moved = reader.read(owner.endpoint, "kv", pinned.blocks, into, generations=pinned.generations).result(20)
+        assert moved.bytes == len(into) * 3 * 8 * (32 + 8) * 4  # layers, tokens, values of the latent, bytes of each
+        target.kv_transfer.adopt(reservation)
+        target.submit(request(0, words, 16, root=ROOT, digests=digests, generated=[first], reservation=reservation))
+        results = drain(target)
+    finally:
+        reader.close()
+        owner.close()
+    answer = [first, *(output.token for result in results for output in result.outputs)]
+    assert answer == greedy(directory, words, 16)
+    assert (results[0].started[0].cached_tokens, results[0].computed_tokens) == (len(words), 1)
+
+
+def test_latents_and_the_heads_made_of_them_are_never_exchanged(model_dir: Callable[[str], Path]) -> None:
+    engine = build(str(model_dir("deepseek_v3")), NativeOptions(device="cpu", block_size=8, kv_blocks=4))
+    latents = engine.memory()["kv"]
+    assert latents.layout == "float32(3,1,8,1,40)"
+    for size in (24, 5):  # keys of its four heads; heads of as many bytes as the latents
+        heads = KvPool(KvShape(3, 4, size), 4, 8, torch.float32, torch.device("cpu")).memory()
+        ends = [Endpoint("a", "nixl", pools={"kv": latents}), Endpoint("b", "nixl", pools={"kv": heads})]
+        with pytest.raises(TransferError, match="blocks of 3840 bytes there" if size == 24 else "holds 'float32"):
+            check_pool(ends[1], ends[0], "kv")
 
 
 def test_memory_is_where_the_blocks_are() -> None:

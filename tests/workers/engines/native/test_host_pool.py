@@ -13,7 +13,7 @@ from tests.workers.engines.native.models import drain, expected, prompt, request
 MIB = 1 / 1024  # GiB
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v2"])
 def test_prompts_that_left_the_pool_are_found_again_with_their_kv(name: str, model_dir: Callable[[str], Path]) -> None:
     directory = model_dir(name)
     options = NativeOptions(device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=4 * MIB)
@@ -45,13 +45,14 @@ def test_kv_of_other_weights_is_not_found_in_host_memory(model_dir: Callable[[st
     assert [start.cached_tokens for result in drain(native) for start in result.started] == [0]
 
 
-def test_kv_as_fp8_is_copied_as_it_is(model_dir: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_kv_as_fp8_is_copied_as_it_is(name: str, model_dir: Callable[[str], Path]) -> None:
     answers = []
     for size in (0.0, 4 * MIB):
         options = NativeOptions(
             device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=size, kv_dtype="fp8", max_batched_tokens=8
         )
-        native = build(str(model_dir("llama")), options)
+        native = build(str(model_dir(name)), options)
         answers.append([tokens(run(native, [request(n, prompt(60, n % 2), 20)]))[n] for n in range(4)])
     assert answers[0] == answers[1]
 

@@ -219,12 +219,16 @@ def test_ranks_end_with_their_engine(model_dir: Callable[[str], Path]) -> None:
     assert made[0].wait(0) == 0
 
 
-@pytest.mark.parametrize("widths", [(2, 1), (1, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [("llama", (2, 1)), ("llama", (1, 2)), ("llama", (2, 4)), ("deepseek_v2", (1, 2)), ("deepseek_v2", (2, 1))],
+    ids=str,
+)
 def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
-    widths: tuple[int, int], model_dir: Callable[[str], Path]
+    name: str, widths: tuple[int, int], model_dir: Callable[[str], Path]
 ) -> None:
-    """Nothing of the prompt is computed again, and all ranks have their part of it."""
-    network, model, words = LoopbackNetwork(), model_dir("llama"), prompt(30)
+    """Nothing of the prompt is computed again, and all ranks have their part of it, or all latents."""
+    network, model, words = LoopbackNetwork(), model_dir(name), prompt(30)
 
     def transport(made: ScheduledEngine, name: str) -> RankTransports:
         others = [RemoteTransport(link, f"{name}:{at}", print, 5.0) for at, link in enumerate(made.transfers)]

@@ -124,7 +124,7 @@ class PagedAttention:
         self._strides = (data.stride(0), data.stride(1), data.stride(2))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        scale, window, softcap, sinks = params
+        scale, window, softcap, sinks = params.scale, params.window, params.softcap, params.sinks
         batch, rotated = self._batch, self._store(layer, query, key, value)
         tokens, heads, dim = query.shape
         long = self._suited(query, params)

@@ -327,6 +327,8 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
     Raises:
         UnsupportedModel: the rewritten model computes something else. It must be loaded again.
     """
+    if model.shape.latent:
+        raise UnsupportedModel("latents of multi-head latent attention are attended to in plain torch only")
     narrow = any(isinstance(module, Fp8Linear) for module in model.forward.modules())
     rounding = ROUNDING_FP8 if narrow else ROUNDING
     expected = reference(model)

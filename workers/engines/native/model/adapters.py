@@ -116,6 +116,8 @@ class TorchAdapters:
             raise UnsupportedModel("LoRA adapters of vision models are not supported; leave out --lora, --lora-folder")
         by_product: dict[int, list[Part]] = {}
         for part in parts_of(model.forward):
+            if model.shape.latent and part.path.endswith(".kv_b_proj"):
+                continue  # its weight is multiplied by queries, too
             by_product.setdefault(id(part.product), []).append(part)
         if not by_product or any(getattr(each[0].product, "scale", None) is not None for each in by_product.values()):
             raise UnsupportedModel(f"no layer of {type(model.forward).__name__} can have LoRA adapters")
@@ -164,7 +166,7 @@ class TorchAdapters:
             shown = ", ".join(unknown[:SHOWN])
             raise AdapterError(
                 f"the adapter in {folder.path} changes {len(unknown)} modules that cannot have one here ({shown}): "
-                "only linear layers of attention and MLP can; is it of another model?"
+                "only linear layers of attention and MLP can, without kv_b_proj; is it of another model?"
             )
         found = []
         try:

@@ -216,7 +216,7 @@ class _Probe:
     """``Paged`` that only records the arguments of each layer."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[int, int]] = {}  # index -> (kv heads, head dim)
+        self.layers: dict[int, tuple[int, int, int]] = {}  # index -> (kv heads, head dim, latent)
         self.windows: dict[int, int | None] = {}
         self.heads = 0
 
@@ -225,10 +225,13 @@ class _Probe:
     ) -> Tensor:
         if layer in self.layers:
             raise attention.UnsupportedAttention("a layer that attends twice")
-        self.layers[layer] = (key.shape[1], key.shape[2])
         self.windows[layer] = params.window
         self.heads = query.shape[1]
-        return torch.zeros_like(query)
+        if params.expansion is None:
+            self.layers[layer] = (key.shape[1], key.shape[2], 0)
+            return torch.zeros_like(query)
+        self.layers[layer] = (1, key.shape[2] + value.shape[2], key.shape[2])
+        return query.new_zeros((*query.shape[:2], params.expansion.values.shape[1]))
 
 
 def load(model: str, *, device: torch.device, dtype: str = "auto", group: RankGroup | None = None) -> Model:
@@ -269,6 +272,7 @@ def describe(
         UnsupportedModel: its attention cannot be paged.
     """
     attention.register()
+    attention.cache_latents(loaded)
     shape, windows, vocab_size, heads = _inspect(loaded, loaded.device)
     if group is not None:
         first, every = group.kv_heads
@@ -448,9 +452,9 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
         raise UnsupportedModel(
             f"{name} has layers of different (KV heads, head size), or none: {sorted(shapes)}; choose another"
         )
-    kv_heads, head_dim = shapes.pop()
+    kv_heads, head_dim, latent = shapes.pop()
     windows = tuple(probe.windows[layer] for layer in range(layers))
-    return KvShape(layers, kv_heads, head_dim), windows, int(output.logits.shape[-1]), probe.heads
+    return KvShape(layers, kv_heads, head_dim, latent=latent), windows, int(output.logits.shape[-1]), probe.heads
 
 
 def written(model: str) -> Mapping[str, Any]:

@@ -188,9 +188,7 @@ def _split_rows(model: Any, path: str, group: RankGroup) -> int:
     parent, linear = model.get_submodule(above), _at(model, path)
     if not isinstance(linear, nn.Linear):
         return 0
-    unit = 1
-    if name in _PROJECTIONS:
-        unit = int(getattr(parent, "head_dim", 0)) or linear.out_features
+    unit = _head_rows(parent, name) or (linear.out_features if name in _PROJECTIONS else 1)
     heads = linear.out_features // unit
     if name in ("k_proj", "v_proj") and heads < group.size and not group.size % heads:
         first, count = group.rank * heads // group.size, 1  # the one that this rank's query heads share
@@ -208,6 +206,16 @@ def _split_rows(model: Any, path: str, group: RankGroup) -> int:
         queries = parent.q_proj.out_features // unit  # of this rank: a plan has the queries first
         parent.num_key_value_groups = queries // count
     return 1
+
+
+def _head_rows(parent: Any, name: str) -> int:
+    """Rows of a projection that belong to one head; 0: unknown, or it is no projection to heads."""
+    latent = bool(getattr(parent, "kv_lora_rank", 0))  # of multi-head latent attention, which each rank has whole
+    if name == "kv_b_proj" and latent:
+        return int(parent.qk_nope_head_dim + parent.v_head_dim)
+    if name in ("q_proj", "q_b_proj") and latent:
+        return int(parent.qk_head_dim)
+    return int(getattr(parent, "head_dim", 0)) if name in _PROJECTIONS else 0
 
 
 def _split_columns(model: Any, path: str, linear: nn.Linear, group: RankGroup) -> None:

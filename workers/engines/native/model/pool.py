@@ -28,11 +28,13 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Keys and values of one token.
+    """Keys and values of one token, or the latent of which both are made (multi-head latent attention).
 
     Attributes:
         kv_heads: of this rank.
         first_head, all_heads: of a model that is split: the first of them, of how many; 0: they are all.
+        latent: size of the latent; the other values of its one head are the rotated part of all heads' keys. 0: there
+            are keys and values.
     """
 
     layers: int
@@ -40,9 +42,15 @@ class KvShape:
     head_dim: int
     first_head: int = 0
     all_heads: int = 0
+    latent: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Tensors of a layer: keys and values, or latents."""
+        return 1 if self.latent else 2
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        return self.layers * 2 * block_size * self.kv_heads * self.head_dim * dtype.itemsize
+        return self.layers * self.parts * block_size * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 class KvPool:
@@ -53,7 +61,8 @@ class KvPool:
         computed: of the model's activations; None: the same.
 
     Attributes:
-        data: (blocks, layers, 2, block_size, kv_heads, head_dim); index 0 of the third axis is keys, 1 values.
+        data: (blocks, layers, parts, block_size, kv_heads, head_dim); index 0 of the third axis is keys, 1 values, or
+            the only one latents.
         limit: largest number of the storage dtype; 0: it is the computed one.
     """
 
@@ -72,7 +81,7 @@ class KvPool:
         self.block_size = block_size
         self.block_bytes = shape.block_bytes(block_size, dtype)
         self._size, self._dtype, self._device = (
-            (blocks, shape.layers, 2, block_size, shape.kv_heads, shape.head_dim),
+            (blocks, shape.layers, shape.parts, block_size, shape.kv_heads, shape.head_dim),
             dtype,
             device,
         )
@@ -94,32 +103,30 @@ class KvPool:
 
         Args:
             blocks, offsets: (tokens,) int64, where each goes; no position twice.
-            key, value: (tokens, kv_heads, head_dim).
+            key, value: (tokens, kv_heads, head_dim) each, or the two parts of latents.
         """
         place = self._raw[:, layer]
-        if self.limit:
-            key, value = self._saturated(key), self._saturated(value)
-        place[blocks, 0, offsets] = key
-        place[blocks, 1, offsets] = value
+        for number, part in enumerate([torch.cat([key, value], -1)] if self.shape.latent else [key, value]):
+            place[blocks, number, offsets] = self._saturated(part) if self.limit else part
 
     def _saturated(self, values: Tensor) -> Tensor:
         """Cast to the storage dtype; larger values become its largest, as an infinity would spoil every later token."""
         return values.clamp(-self.limit, self.limit).to(self.data.dtype).view(self._raw.dtype)
 
-    def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values of whole blocks.
+    def read(self, layer: int, table: Tensor) -> tuple[Tensor, ...]:
+        """Copies of the parts of whole blocks.
 
         Args:
             table: (rows, n) int64.
-        Returns: two of (rows, kv_heads, n * block_size, head_dim).
+        Returns: keys and values, or latents, each (rows, kv_heads, n * block_size, head_dim).
         """
         rows, n = table.shape
         flat = table.reshape(-1)
         tokens = (rows, n * self.block_size, self.shape.kv_heads, self.shape.head_dim)
-        keys, values = (self._raw[:, layer, part].index_select(0, flat).view(tokens) for part in (0, 1))
+        found = [self._raw[:, layer, part].index_select(0, flat).view(tokens) for part in range(self.shape.parts)]
         if self.limit:
-            keys, values = (part.view(self.data.dtype).to(self.computed) for part in (keys, values))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+            found = [part.view(self.data.dtype).to(self.computed) for part in found]
+        return tuple(part.transpose(1, 2) for part in found)
 
     def clear(self, blocks: list[int]) -> None:
         """Zero blocks that get a new owner: values that a batch reads beside its own tokens must be finite."""

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 ALIGN = 16  # of both sides of a weight, for fp8 products
-KEPT = frozenset({"lm_head", "gate", "router"})  # output embeddings, and which experts are chosen
+# Output embeddings, which experts are chosen, and what latents are expanded by, of which parts are used.
+KEPT = frozenset({"lm_head", "gate", "router", "kv_b_proj"})
 
 
 class Fp8Linear(nn.Module):

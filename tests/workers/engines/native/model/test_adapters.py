@@ -141,6 +141,21 @@ def test_an_adapter_of_another_model_is_refused(llama: Path, model_dir: Callable
         add(engine_of(llama), head)
 
 
+def test_an_adapter_of_what_latents_are_expanded_by_is_refused_and_others_are_not(
+    model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A hook behind the product would change nothing: queries are multiplied by its weight."""
+    model = model_dir("deepseek_v3")
+    engine = engine_of(model)
+    known = write_adapter(tmp_path / "known", model, targets=("q_a_proj", "kv_a_proj_with_mqa", "o_proj"))
+    name = add(engine, known)
+    found = tokens(run(engine, [asked("with", 21, name), asked("without", 21)]))
+    assert found["with"] == greedy(merged(model, known), prompt(21), COUNT) != found["without"]
+    other = write_adapter(tmp_path / "other", model, targets=("kv_b_proj", "o_proj"))
+    with pytest.raises(AdapterError, match=r"kv_b_proj.*only linear layers of .* can, without kv_b_proj"):
+        add(engine, other)
+
+
 def test_weights_that_end_early_or_exceed_the_model_s_dtype_are_refused(llama: Path, tmp_path: Path) -> None:
     engine = engine_of(llama)
     cut = write_adapter(tmp_path / "cut", llama, targets=("q_proj",))

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.workers.engines.native.model.attention import AttentionParams, ReferenceAttention, TokenSpan
+from penstock.workers.engines.native.model import attention
+from penstock.workers.engines.native.model.attention import AttentionParams, Expansion, ReferenceAttention, TokenSpan
 from penstock.workers.engines.native.model.pool import KvPool, KvShape
 from tests.properties import examples
 
@@ -73,6 +75,52 @@ def test_any_mix_of_chunks_is_attended_as_if_alone(
             queries, torch.cat([keys, fresh_keys]), torch.cat([values, fresh_values]), 0.5, window, softcap
         )
         torch.testing.assert_close(out[span.row : span.row + span.count], expected, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=6),
+    window=st.sampled_from([None, 1, 8]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    sinks=st.booleans(),
+    portion=st.sampled_from([1, 500, 1 << 26]),
+)
+@examples(60)
+def test_latents_are_attended_as_the_keys_and_values_made_of_them(
+    lengths: list[tuple[int, int]], window: int | None, softcap: float, sinks: bool, portion: int
+) -> None:
+    torch.manual_seed(0)
+    latent, rotated, key_dim, value_dim = 5, 2, 3, 4
+    dim = key_dim + rotated
+    expansion = Expansion(torch.randn(HEADS, key_dim + value_dim, latent), key_dim)
+    ends = [start + count for start, count in lengths]
+    pools = [
+        KvPool(shape, 128, SIZE, torch.float32, torch.device("cpu"))
+        for shape in (KvShape(2, 1, latent + rotated, latent=latent), KvShape(2, HEADS, dim))
+    ]
+    free = list(range(128))
+    tables = [[free.pop() for _ in range(-(-end // SIZE))] for end in ends]
+    sink = torch.randn(HEADS) if sinks else None
+    params = AttentionParams(0.5, window, softcap, sink)
+
+    def step(counts: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Attention in both pools to the same latents."""
+        spans, row = [], 0
+        for (start, count), table in zip(counts, tables, strict=True):
+            if count:
+                spans.append(TokenSpan(row, start, count, table))
+            row += count
+        query, latents = torch.randn(row, HEADS, dim), torch.randn(row, latent + rotated)
+        keys, values = (part.transpose(0, 1) for part in expansion.expanded(latents, slice(None)))
+        padded = F.pad(values, (0, dim - value_dim))
+        near, far = latents[:, None].split([latent, rotated], dim=-1)
+        found = ReferenceAttention(pools[0], spans).attend(1, query, near, far, params._replace(expansion=expansion))
+        return found, ReferenceAttention(pools[1], spans).attend(1, query, keys, padded, params)[..., :value_dim]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "EXPANDED_VALUES", portion)
+        step([(0, start) for start, _ in lengths])
+        found, expected = step(lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_do_not_share_their_cache() -> None:

@@ -1,4 +1,4 @@
-"""Dense families beside those of the parity suite answer as transformers does, in a batch and in small chunks."""
+"""Families beside those of the parity suite answer as transformers does, in a batch and in small chunks."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
-from tests.workers.engines.native.models import COMMON, VOCAB, expected, prompt, request, run, tokens
+from tests.workers.engines.native.models import (
+    COMMON,
+    GROUPED,
+    LATENT,
+    VOCAB,
+    YARN,
+    expected,
+    prompt,
+    request,
+    run,
+    tokens,
+)
 
 LENGTHS, COUNT = (1, 9, 33), 12
 WINDOW: dict[str, Any] = {
@@ -20,7 +31,22 @@ GPT: dict[str, Any] = {
     **{name: COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")},
     "vocab_size": VOCAB,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+LATENTS: dict[str, Any] = {**COMMON, "num_key_value_heads": 4, "head_dim": 8, **LATENT, "q_lora_rank": 24}
+FAMILIES: dict[str, dict[str, Any]] = {  # by model type, and what else is special
+    "deepseek_v2 with groups": {**LATENTS, **GROUPED, "topk_method": "group_limited_greedy"},
+    "deepseek_v3 with whole queries": {**LATENTS, **GROUPED, "q_lora_rank": None, "rope_parameters": YARN},
+    "glm4_moe_lite": {**LATENTS, **GROUPED, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "longcat_flash": {
+        **LATENTS,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 48,
+        "n_routed_experts": 8,
+        "zero_expert_num": 2,
+        "moe_topk": 3,
+    },
+    "minicpm3": LATENTS,
+    "youtu": LATENTS,
     "qwen2": COMMON,
     "phi3": COMMON,
     "granite": {**COMMON, "attention_multiplier": 0.25, "residual_multiplier": 0.7, "logits_scaling": 0.5},
@@ -62,7 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.split()[0], **FAMILIES[family]))
     with torch.no_grad():  # spread, so that the next token depends on the context
         model.get_input_embeddings().weight.normal_()
         model.get_output_embeddings().weight.normal_(std=0.5)
@@ -72,6 +98,8 @@ def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> N
     for chunk in (64, 7):
         options = NativeOptions(block_size=8, kv_blocks=64, device="cpu", max_batched_tokens=chunk)
         native = build(str(tmp_path), options)
+        executor: Any = native.executor
+        assert bool(executor.pool.shape.latent) == ("kv_lora_rank" in FAMILIES[family])
         requests = [request(n, prompt(n), COUNT) for n in LENGTHS]
         assert tokens(run(native, requests)) == wanted
         assert tokens(run(native, requests)) == wanted, "from the prefix cache"

@@ -116,8 +116,18 @@ def test_models_with_sliding_windows_verify_ngrams(name: str, model_dir: Callabl
     assert native.stats().draft_tokens > 0
 
 
-def test_a_model_drafts_for_itself_without_a_wrong_proposal(model_dir: Callable[[str], Path]) -> None:
-    directory = model_dir("llama")
+def test_a_model_with_latents_verifies_ngrams(model_dir: Callable[[str], Path]) -> None:
+    directory = model_dir("deepseek_v3")
+    options = NativeOptions(device="cpu", block_size=8, kv_blocks=64, speculative_model="ngram", prompt_lookup_min=1)
+    native = build(str(directory), options)
+    found = tokens(run(native, [request(n, prompt(n), 60) for n in (9, 33, 47)]))
+    assert found == {n: expected(directory, prompt(n), 60) for n in (9, 33, 47)}
+    assert native.stats().draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_a_model_drafts_for_itself_without_a_wrong_proposal(name: str, model_dir: Callable[[str], Path]) -> None:
+    directory = model_dir(name)
     native = build(str(directory), NativeOptions(device="cpu", kv_blocks=40, speculative_model=str(directory)))
     run(native, [request(n, prompt(20, n), 50, Sampling(temperature=0.8, seed=n)) for n in range(3)])
     stats = native.stats()
