@@ -19,7 +19,7 @@ from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process.turns import TurnBudget
-from penstock.router.state.holders import TargetId, as_dict
+from penstock.router.state.holders import TargetId, TierDepths, as_dict
 from penstock.router.state.prefix_index import ApproximateIndex, PrefixIndex
 from penstock.router.state.snapshots import IndexSnapshots, run_in_steps
 from penstock.schemas import control, kv, wire
@@ -118,7 +118,11 @@ class Caches:
 
     def _with_predicted(self, overlaps: Mapping[TargetId, int], keys: Sequence[int]) -> Mapping[TargetId, int]:
         predicted = self._predicted.match(keys) if len(self._predicted) else None
-        return {**as_dict(overlaps), **predicted} if predicted else overlaps
+        if not predicted:
+            return overlaps
+        if isinstance(overlaps, TierDepths):
+            return TierDepths({**as_dict(overlaps.device), **predicted}, overlaps.lower)
+        return {**as_dict(overlaps), **predicted}
 
     def sent(self, worker: Registration, rank: int, keys: Sequence[int], now_ns: int) -> None:
         """A prompt was sent to a worker, which will cache it: this is a prediction if no event will say so."""

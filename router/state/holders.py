@@ -8,7 +8,7 @@ array of the dict costs several times the match.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from blake3 import blake3
 
@@ -81,6 +81,51 @@ class Depths(Mapping[TargetId, int]):
         return len(self.blocks)
 
 
+class TierDepths(Mapping[TargetId, int]):
+    """Leading blocks by target, on any tier of its cache. To be read as ``Depths``.
+
+    Attributes:
+        device: leading blocks on the device.
+        lower: leading blocks in host memory or on the device; on disk or in either; targets without any are absent.
+    """
+
+    __slots__ = ("_blocks", "device", "lower")
+
+    def __init__(self, device: Mapping[TargetId, int], lower: Sequence[Mapping[TargetId, int]]) -> None:
+        self.device = as_dict(device) if isinstance(device, TierDepths) else device
+        self.lower = lower
+        self._blocks: dict[TargetId, int] | None = None
+
+    @property
+    def blocks(self) -> dict[TargetId, int]:
+        """Leading blocks on any tier, made when it is asked for."""
+        if self._blocks is None:
+            self._blocks = found = dict(as_dict(self.device))
+            for depths in self.lower:
+                for target, depth in as_dict(depths).items():
+                    found[target] = max(depth, found.get(target, 0))
+        return self._blocks
+
+    def tiers(self, target: TargetId) -> list[int]:
+        """Leading blocks of one target on the device, and by ``lower``."""
+        return [self.device.get(target, 0), *(each.get(target, 0) for each in self.lower)]
+
+    def __bool__(self) -> bool:
+        return bool(self.device) or any(self.lower)
+
+    def get(self, target: TargetId, default: int = 0) -> int:  # type: ignore[override]
+        return self.blocks.get(target, default)
+
+    def __getitem__(self, target: TargetId) -> int:
+        return self.blocks[target]
+
+    def __iter__(self) -> Iterator[TargetId]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
 def as_dict(blocks: Mapping[TargetId, int]) -> Mapping[TargetId, int]:
     """What many look-ups are cheaper in."""
     return blocks.blocks if isinstance(blocks, Depths) else blocks
@@ -96,7 +141,7 @@ def bits_of(mask: int) -> list[int]:
     return bits
 
 
-_CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
+CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
 _LOW_BITS = bytes(byte & 15 for byte in range(256))
 _MOST_REMEMBERED = 1 << 18  # targets, in all masks of the cache
 
@@ -177,15 +222,31 @@ class Holders:
         """Targets that stored blocks, or kept them, without the blocks before them. Only the latter can be missed."""
         return tuple(sorted(self._targets(self._ragged)))
 
-    def checksum(self) -> int:
-        """Of which target holds which blocks: 48 bits."""
-        return (sum(holding.salt * holding.key_sum for holding in self._by_target.values()) >> 16) & _CHECKSUM
+    def checksum(self, holdings: Iterable[Holding] | None = None) -> int:
+        """Of which target, or which of these, holds which blocks: 48 bits."""
+        summed = self._by_target.values() if holdings is None else holdings
+        return (sum(holding.salt * holding.key_sum for holding in summed) >> 16) & CHECKSUM
 
     def open(self, target_id: TargetId) -> Holding:
         """Start an empty holding of ``target_id``; its previous one is retired."""
         self.retire(target_id)
         bit = self._free_bits.pop() if self._free_bits else 1 << self._slots
         return self._add(Holding(target_id, bit))
+
+    def copy(self, holding: Holding, source: "Holders", of: Holding) -> None:
+        """Give ``holding`` the blocks that ``of`` has in ``source``; it visits all nodes there."""
+        tree, done = source.tree, set[int]()
+        held = {node: count for node in range(len(tree.chunks)) if (count := tree.held(node, of.bit))}
+        for node in held:
+            chain = []
+            while node in held and node not in done:
+                chain.append(node)
+                done.add(node)
+                node = tree.parents[node]
+            for each in reversed(chain):  # parents first
+                parent = tree.parents[each]
+                before = tree.chunks[parent][-1] if parent >= 0 else None
+                self._store(holding, list(tree.chunks[each][: held[each]]), before)
 
     def restore(self, holding: Holding) -> None:
         """Add a holding whose blocks are loaded into the tree."""

@@ -1,7 +1,9 @@
 """Which targets have which prefix of a prompt, as KV events say, as it was predicted, or will have. No NATS, no clock.
 
-``PrefixIndex`` is a deterministic fold of the workers' KV events. Only device blocks (tier 0) of layer group 0 are
-indexed, since they save prompt work. Group 0 must be the one that keeps the longest history.
+``PrefixIndex`` is a deterministic fold of the workers' KV events about blocks of layer group 0, which must be the one
+that keeps the longest history. What a target has on the device (tier 0) is one holding, which is closed towards the
+front. What it has in host memory (1) or on disk (2) is not: blocks leave the device from the last to the first. So
+there is a holding for each lower tier with the blocks of all faster ones, too, from the first event of that tier on.
 
 ``ApproximateIndex`` does without events: it predicts the cache of a target from the requests sent to it. A target is
 assumed to keep the prompts it was sent last, as many as its KV cache holds, each for at most ``ttl_s`` from the last
@@ -14,18 +16,31 @@ of it.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
-from penstock.router.state.holders import Depths, Holders, Holding, Levels, TargetBits, TargetId
-from penstock.schemas.block_hashes import DIGEST_BYTES
+from penstock.router.state.holders import (
+    CHECKSUM,
+    Depths,
+    Holders,
+    Holding,
+    Levels,
+    TargetBits,
+    TargetId,
+    TierDepths,
+)
+from penstock.schemas.block_hashes import DIGEST_BYTES, keys_of
 from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
+LOWER_TIERS = (1, 2)  # host memory, disk
 PENDING_BATCHES = 1024  # kept per target while its dump is awaited
 STEP_BYTES = 2048 * DIGEST_BYTES  # of a dump per step: 1 ms
+
+
+_NO_HOLDERS = Holders(0)
 
 
 @dataclass(slots=True)
@@ -35,6 +50,8 @@ class _Feed:
     epoch: int
     seq: int
     holding: Holding | None
+    lower: dict[int, Holding] = field(default_factory=dict)  # by tier: blocks of it, or of a faster one
+    copies: dict[int, int] = field(default_factory=dict)  # a bit for each tier of a block, where it is on several
     pending: deque[KvBatch] = field(default_factory=lambda: deque(maxlen=PENDING_BATCHES))
 
 
@@ -47,13 +64,14 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int) -> None:
         self.holders = Holders(max_blocks)
+        self._lower: dict[int, Holders] = {}  # by tier, as ``_Feed.lower``; each has the cap to itself
         self._feeds: dict[TargetId, _Feed] = {}
         self._ranks: dict[str, list[int]] = {}  # by worker, of those in ``_feeds``
 
     def feeds(self) -> Iterator[tuple[Holding, int, int]]:
-        """The completely known holdings, each with its target's epoch and last sequence."""
+        """The completely known holdings on one tier, each with its target's epoch and last sequence."""
         for feed in self._feeds.values():
-            if feed.holding is not None:
+            if feed.holding is not None and not feed.lower:
                 yield feed.holding, feed.epoch, feed.seq
 
     def restore(self, holding: Holding, epoch: int, seq: int) -> None:
@@ -89,17 +107,17 @@ class PrefixIndex:
         if batch.seq != feed.seq + 1:
             if batch.seq <= feed.seq:
                 return True
-            self.holders.retire(target_id)
-            feed.holding = None
+            self._retire(target_id)
+            feed.holding, feed.lower, feed.copies = None, {}, {}
             feed.pending.append(batch)
             return False
         feed.seq = batch.seq
         store = self.holders.store_digests
         for event in batch.events:
-            if type(event) is Stored and not event.tier and not event.group:
+            if type(event) is Stored and not event.tier and not event.group and not feed.lower:
                 store(holding, event.digests, event.parent)
             else:
-                feed.holding = holding = self._fold(holding, event)
+                feed.holding = holding = self._fold(feed, holding, event)
         return True
 
     def loading(self, pages: Sequence[KvDump]) -> Generator[None, None, bool]:
@@ -124,11 +142,12 @@ class PrefixIndex:
         feed = self._put(target_id, _Feed(head.epoch, head.seq, None))
         if known is not None:
             feed.pending.extend(known.pending)
+        self._retire(target_id)
         holding = self.holders.open(target_id)
         for page in pages:
             for event in page.events:
                 for part in _parts(event):
-                    holding = self._fold(holding, part)
+                    holding = self._fold(feed, holding, part)
                     yield
                     if self._feeds.get(target_id) is not feed:
                         return False
@@ -143,26 +162,34 @@ class PrefixIndex:
         """Forget all ranks of ``worker`` at once; ``sweep`` removes their blocks."""
         for rank in self._ranks.pop(worker, ()):
             del self._feeds[worker, rank]
-            self.holders.retire((worker, rank))
+            self._retire((worker, rank))
 
     def sweep(self, limit: int) -> bool:
         """Remove blocks of forgotten targets, visiting at most ``limit``; True: nothing is left to do."""
-        return self.holders.sweep(limit)
+        return all(each.sweep(limit) for each in (self.holders, *self._lower.values()))
 
-    def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
+    def match(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
         """Number of leading blocks of a prompt held, by target; targets without any are absent.
 
         Args:
             keys: of the prompt's blocks in order; ``holders.keys_view(digests)`` is the cheapest form.
+        Returns: ``TierDepths`` if any target has lower tiers.
         """
-        return self.holders.match(keys)
+        found = self.holders.match(keys)
+        return TierDepths(found, [each.match(keys) for each in self._tiers()]) if self._lower else found
 
-    def depths(self, keys: Sequence[int]) -> Depths:
+    def depths(self, keys: Sequence[int]) -> Depths | TierDepths:
         """``match`` as masks, to be read at once."""
-        return self.holders.depths(keys)
+        found = self.holders.depths(keys)
+        return TierDepths(found, [each.depths(keys) for each in self._tiers()]) if self._lower else found
+
+    def _tiers(self) -> Iterator[Holders]:
+        """Those of the lower tiers, in order."""
+        empty = _NO_HOLDERS
+        return (self._lower.get(tier, empty) for tier in LOWER_TIERS)
 
     def holds(self, target_id: TargetId, key: int) -> bool:
-        """Whether a target is known to hold a block."""
+        """Whether a target is known to hold a block on the device."""
         feed = self._feeds.get(target_id)
         return feed is not None and feed.holding is not None and self.holders.holds(feed.holding, key)
 
@@ -172,11 +199,11 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> int:
-        """Distinct blocks."""
+        """Distinct blocks on devices."""
         return len(self.holders)
 
     def held(self, target_id: TargetId) -> int:
-        """Number of blocks that ``target_id`` holds."""
+        """Number of blocks that ``target_id`` holds on the device."""
         feed = self._feeds.get(target_id)
         return feed.holding.blocks if feed is not None and feed.holding is not None else 0
 
@@ -187,12 +214,17 @@ class PrefixIndex:
         At the cap they may differ for a while after a worker left or cleared its cache, since what is not swept yet
         takes room: until as many blocks were stored.
         """
-        return self.holders.checksum()
+        lower = (tier * self._lower[tier].checksum() for tier in sorted(self._lower))
+        return (self.holders.checksum() + sum(lower)) & CHECKSUM
 
     def _begin(self, target_id: TargetId, epoch: int) -> _Feed:
         """The first batch of a target's epoch; nothing is missing if its number is 0."""
-        self.holders.retire(target_id)
+        self._retire(target_id)
         return self._put(target_id, _Feed(epoch, -1, self.holders.open(target_id)))
+
+    def _retire(self, target_id: TargetId) -> None:
+        for each in (self.holders, *self._lower.values()):
+            each.retire(target_id)
 
     def _put(self, target_id: TargetId, feed: _Feed) -> _Feed:
         if target_id not in self._feeds:
@@ -201,15 +233,72 @@ class PrefixIndex:
         self._feeds[target_id] = feed
         return feed
 
-    def _fold(self, holding: Holding, event: KvEvent) -> Holding:
+    def _fold(self, feed: _Feed, holding: Holding, event: KvEvent) -> Holding:
         if isinstance(event, Cleared):
+            self._retire(holding.target_id)
+            feed.lower, feed.copies = {}, {}
             return self.holders.open(holding.target_id)
-        if not event.tier and not event.group:
-            if isinstance(event, Stored):
+        if event.group:
+            return holding
+        if event.tier in LOWER_TIERS and event.tier not in feed.lower and isinstance(event, Stored):
+            self._open_lower(feed, holding, event.tier)
+        stored = isinstance(event, Stored)
+        if feed.lower and (not event.tier or event.tier in feed.lower):
+            keys = keys_of(event.digests)
+            self._copied(feed, holding, event.tier, keys) if stored else self._lost(feed, holding, event.tier, keys)
+        if isinstance(event, Stored):
+            if not event.tier:
                 self.holders.store_digests(holding, event.digests, event.parent)
-            else:
-                self.holders.remove_digests(holding, event.digests)
+            for tier, below in feed.lower.items():
+                if tier >= event.tier:
+                    self._lower[tier].store_digests(below, event.digests, event.parent)
+        elif not event.tier:
+            self.holders.remove_digests(holding, event.digests)
         return holding
+
+    def _open_lower(self, feed: _Feed, holding: Holding, tier: int) -> None:
+        """The first block on a lower tier of a target: what it has on faster ones belongs there, too."""
+        holders = self._lower.setdefault(tier, Holders(self.holders.max_blocks))
+        own = holders.open(holding.target_id)
+        faster = max((each for each in feed.lower if each < tier), default=0)
+        holders.copy(own, self._lower[faster] if faster else self.holders, feed.lower.get(faster, holding))
+        feed.lower[tier] = own
+
+    def _on(self, feed: _Feed, holding: Holding, key: int) -> int:
+        """The tiers that have a block, a bit for each. What is on one only is told by the holdings."""
+        found = feed.copies.get(key, 0)
+        if not found:
+            if self.holders.holds(holding, key):
+                return 1
+            for tier in LOWER_TIERS:
+                if tier in feed.lower and self._lower[tier].holds(feed.lower[tier], key):
+                    return 1 << tier
+        return found
+
+    def _copied(self, feed: _Feed, holding: Holding, tier: int, keys: Sequence[int]) -> None:
+        """Blocks came to a tier. To be called before they are stored there."""
+        for key in keys:
+            before = self._on(feed, holding, key)
+            if before & ~(1 << tier):
+                feed.copies[key] = before | 1 << tier
+
+    def _lost(self, feed: _Feed, holding: Holding, tier: int, keys: Sequence[int]) -> None:
+        """Blocks left a tier: those that no other one has are removed from the holdings of lower tiers."""
+        gone: dict[int, list[int]] = {each: [] for each in feed.lower if each >= tier}
+        for key in keys:
+            before = self._on(feed, holding, key)
+            left = before & ~(1 << tier)
+            if left == before:
+                continue
+            if left & left - 1:
+                feed.copies[key] = left
+            else:
+                feed.copies.pop(key, None)
+            for below, removed in gone.items():
+                if not left & (2 << below) - 1:
+                    removed.append(key)
+        for below, removed in gone.items():
+            self._lower[below].remove(feed.lower[below], removed)
 
 
 def _parts(event: KvEvent) -> Iterator[KvEvent]:

@@ -81,7 +81,10 @@ class Snapshots:
 
 
 class IndexSnapshots:
-    """The prefix index, one object per router name. Losing it only makes the next start ask all workers for dumps."""
+    """The prefix index, one object per router name. Losing it only makes the next start ask all workers for dumps.
+
+    Workers with lower tiers are left out, and asked.
+    """
 
     def __init__(self, bus: Bus, router: str) -> None:
         self._bus = bus
@@ -190,7 +193,7 @@ class HeldBy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IndexHead(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The header before the parts. ``checksum`` and ``blocks`` are those of the whole index."""
+    """The header before the parts. ``checksum`` is that of the targets in ``held_by``, ``blocks`` of the whole tree."""
 
     taken_ns: int
     kv_seq: int
@@ -232,14 +235,23 @@ def encoding(index: PrefixIndex, kv_seq: int, taken_ns: int) -> Iterator[bytes]:
     """The head and the parts of a snapshot of ``index`` at the moment of the first step. One at a time."""
     holders = index.holders
     live, ragged = 0, set(holders.ragged)
-    held_by = []
+    held_by, holdings = [], []
     for holding, epoch, seq in index.feeds():
         live |= holding.bit
+        holdings.append(holding)
         target_id = holding.target_id
         slot = holding.bit.bit_length() - 1
         held_by.append(HeldBy(*target_id, epoch, seq, slot, holding.cut, target_id in ragged))
     head = IndexHead(
-        *(taken_ns, kv_seq, index.checksum(), index.blocks, holders.max_blocks, holders.tree.clock, tuple(held_by))
+        *(
+            taken_ns,
+            kv_seq,
+            holders.checksum(holdings),
+            index.blocks,
+            holders.max_blocks,
+            holders.tree.clock,
+            tuple(held_by),
+        )
     )
     frozen = holders.tree.freeze()
     try:

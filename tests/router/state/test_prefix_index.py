@@ -1,12 +1,13 @@
 """The prefix index against a dict of sets."""
 
 import random
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.state.holders import keys_view
+from penstock.router.state.holders import TierDepths, keys_view
 from penstock.router.state.prefix_index import PENDING_BATCHES, ApproximateIndex, PrefixIndex
 from penstock.schemas.block_hashes import chain, keys_of, root, split
 from penstock.schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Removed, Stored
@@ -210,10 +211,77 @@ def test_no_more_batches_are_kept_for_a_dump_than_the_bound() -> None:
     assert load_dump(index, [KvDump("w", 1, 5)])
 
 
-def test_other_tiers_and_groups_are_not_indexed() -> None:
-    index, digests = PrefixIndex(100), prompt(1, 2)
-    index.apply(KvBatch("w", 1, 0, (Stored(digests), Stored(digests, tier=1), Removed(digests, group=1))))
-    assert index.match(keys_of(digests)) == {("w", 0): 2}
+def test_other_groups_are_not_indexed_and_other_tiers_apart() -> None:
+    index, digests = PrefixIndex(100), prompt(1, 2, 3)
+    names = split(digests)
+    index.apply(KvBatch("w", 1, 0, (Stored(names[0]), Stored(digests, group=1), Removed(digests, group=1))))
+    assert index.match(keys_of(digests)) == {("w", 0): 1}
+    assert not isinstance(index.match(keys_of(digests)), TierDepths), "fleets without tiers look at one"
+    index.apply(KvBatch("w", 1, 1, (Stored(names[2], names[1], tier=2), Stored(names[1], names[0], tier=1))))
+    found = index.match(keys_view(digests))
+    assert isinstance(found, TierDepths)
+    assert found == {("w", 0): 3}
+    assert found.tiers(("w", 0)) == [1, 2, 3]
+    assert index.held(("w", 0)) == 1
+
+
+@examples(150)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["store", "store", "move", "lose", "clear", "dump"]),
+            st.sampled_from([0, 0, 1, 1, 2, 3]),
+            PROMPT,
+            st.integers(0, 11),
+            st.integers(1, 4),
+        ),
+        max_size=40,
+    )
+)
+def test_each_tier_is_known_with_the_faster_ones(steps: list[tuple[str, int, bytes, int, int]]) -> None:
+    """Whatever leaves and comes, in any order: tiers 0 to 2 of one target, 3 is none that counts; another has one."""
+    index, other = PrefixIndex(10_000), Engine("other")
+    index.apply(other.batch(Stored(prompt(0, 0, 1)))), other.store(prompt(0, 0, 1))
+    tiers: list[dict[bytes, bytes | None]] = [{}, {}, {}, {}]
+    seq = -1
+    for kind, tier, digests, start, count in steps:
+        names = split(digests)
+        part = names[start : start + count]
+        parents = dict(zip(names, [None, *names], strict=False))
+        events: list[KvEvent] = []
+        if kind == "clear":
+            events = [Cleared()]
+            tiers = [{}, {}, {}, {}]
+        elif part:
+            if kind != "lose":
+                events = [Stored(b"".join(part), parents[part[0]], tier=tier)]
+                tiers[tier].update({name: parents[name] for name in part})
+            if kind != "store":
+                gone = (tier + 3) % 4 if kind == "move" else tier
+                events.append(Removed(b"".join(part[::-1]), tier=gone))
+                tiers[gone] = {name: parent for name, parent in tiers[gone].items() if name not in part}
+        seq += 1
+        if kind == "dump":
+            page = [Stored(name, above, tier=at) for at, own in enumerate(tiers) for name, above in own.items()]
+            assert load_dump(index, [KvDump("w", 1, seq, tuple(page))])
+        else:
+            assert index.apply(KvBatch("w", 1, seq, tuple(events)))
+        for probe in (digests, prompt(0, 0, 1, 2), prompt(2)):
+            chain_of = split(probe)
+            wanted, upper = [], set[bytes]()
+            for own in tiers[:3]:
+                upper |= own.keys()
+                wanted.append(next((at for at, name in enumerate(chain_of) if name not in upper), len(chain_of)))
+            for found in (index.match(keys_view(probe)), index.depths(keys_view(probe))):
+                depths = found.tiers(("w", 0)) if isinstance(found, TierDepths) else [found.get(("w", 0), 0)] * 3
+                assert list(accumulate(depths, max)) == wanted
+                assert found.get(("w", 0), 0) == wanted[-1]
+                assert found.get(("other", 0), 0) == other.held(probe)
+    index.forget("w")
+    while not index.sweep(7):
+        pass
+    assert index.match(keys_view(prompt(0, 0, 1))) == {("other", 0): 3}
+    assert index.blocks == 3
 
 
 @examples(60)
