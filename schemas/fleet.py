@@ -221,6 +221,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     adapter_slots: int = 0  # adapters of which sequences run at once; 0: it takes none
     reads_packed: bool = False  # requests whose prompts are packed (``PackedRequest``); False: earlier builds
     weights: WeightsState = FIXED
+    tier_costs: tuple[float, ...] = ()  # to bring a block back from host memory, and disk, where computing it is 1
 
     @property
     def rests(self) -> str:

@@ -41,7 +41,7 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a decision's score table. Blocks and tokens are counts; the lowest score wins."""
 
     worker: str
-    overlap_blocks: int = 0  # leading prompt blocks it holds
+    overlap_blocks: int = 0  # leading prompt blocks it holds, on any tier of its cache
     active_blocks: int = 0  # of its unfinished requests
     prefill_tokens: int = 0  # still to be computed for them
     running: int = 0
@@ -118,6 +118,17 @@ class EarlierWorker(NamedTuple):
         return self.ended.startswith(WORKER_LOST)
 
 
+class LowerTiers(msgspec.Struct, frozen=True, array_like=True):
+    """What a candidate of a decision has to bring back of its ``overlap_blocks``, and at what cost a block."""
+
+    worker: str
+    rank: int
+    host_blocks: int
+    disk_blocks: int
+    host_cost: float  # where computing a block is 1
+    disk_cost: float
+
+
 class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Inputs of a decision besides the request, the clock and the logs that the router had folded by then."""
 
@@ -135,6 +146,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: float = 1.0  # of its tenant, when it was placed: its share of the queue at its worker, too
     unloaded: tuple[str, ...] = ()  # candidates that have its adapter in host memory only: they would load it first
     table: tuple[ScoreRow, ...] = ()  # the candidates, at most 16
+    lower_tiers: tuple[LowerTiers, ...] = ()  # of the candidates that have some of the prompt there
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):

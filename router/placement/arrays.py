@@ -24,13 +24,15 @@ from penstock.router.placement.cost import (
     loading_tokens,
     most_uncached,
     rejection,
+    reusable,
     reuse,
     size_of,
     target_terms,
+    tier_costs,
 )
 from penstock.router.placement.decide import STORED_CANDIDATES, candidate_of
 from penstock.router.placement.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
-from penstock.router.state.holders import Depths, TargetBits, TargetId
+from penstock.router.state.holders import Depths, TargetBits, TargetId, TierDepths
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import Load, RoutingTarget, TargetColumns, TargetLoads
 from penstock.schemas.cells import PASS_TOKENS
@@ -194,6 +196,7 @@ class Pool(NamedTuple):
         most_block_size: the largest.
         places: of the targets of bits, with the version that they are of.
         loading: what it costs at each target to load the requests' adapter; None: they have none.
+        tier_costs: by lower tier and target.
     """
 
     ids: Sequence[TargetId]
@@ -210,6 +213,15 @@ class Pool(NamedTuple):
     most_block_size: int
     places: dict[TargetBits, tuple[int, Rows]]
     loading: Column | None
+    tier_costs: Column
+
+    def cached(self, overlaps: Mapping[TargetId, int], leading: Column | None, most: int) -> Column:
+        """Leading blocks that each target caches, or what they are worth (``cost.reusable``)."""
+        if not isinstance(overlaps, TierDepths):
+            return self.column(overlaps)
+        tiers = [self.column(each) for each in (overlaps.device, *overlaps.lower)]
+        worth: Column = reusable(tiers, self.tier_costs, 0 if leading is None else leading, most, np)
+        return worth
 
     def column(self, blocks: Mapping[TargetId, int]) -> Column:
         """Values of some targets in their places, 0 in the others; those of other pools' targets are left out."""
@@ -346,6 +358,7 @@ class Pools:
             max(each.block_size for each in registrations),
             {},
             np.array([loading_tokens(request.adapter, each) for each in registrations]) if request.adapter else None,
+            np.array([tier_costs(each) for each in registrations], np.float64).T,
         )
 
 
@@ -374,7 +387,8 @@ class ArrayDecisions:
         if pool is None:
             return None
         size, own = size_of(request), self._columns.terms(pool.rows, request.n, now_ns, weights.prefill)
-        cached, active = pool.column(overlaps), pool.column(leading) if leading else None
+        active = pool.column(leading) if leading else None
+        cached = pool.cached(overlaps, active, size.blocks)
         target_costs = costs(size, cached, active, own, pool.block_size, overlap_weight=weights.overlap)
         for target in request.session:
             at = pool.position.get(target)
@@ -394,22 +408,36 @@ class ArrayDecisions:
         if len(rows) < min(STORED_CANDIDATES, len(pool.ids)):  # then all with room are in
             others = np.delete(np.arange(len(pool.ids)), free)
             rows = np.concatenate((rows, others))[:STORED_CANDIDATES]
-        table = self._table(pool, request, target_costs, rows, len(free), now_ns)
+        blocks = target_costs.blocks[rows]
+        if isinstance(overlaps, TierDepths):
+            held = pool.column(overlaps.blocks)[rows]
+            blocks = np.minimum(held if active is None else np.maximum(held, active[rows]), size.blocks)
+        table = self._table(pool, request, target_costs, rows, blocks, len(free), now_ns)
         chosen = table[0]
         return RoutingDecision((Stage("aggregated", chosen.worker, chosen.rank),), table, chosen.overlap_blocks)
 
     def _table(
-        self, pool: Pool, request: RoutingRequest, target_costs: Costs, at: Rows, free: int, now_ns: int
+        self,
+        pool: Pool,
+        request: RoutingRequest,
+        target_costs: Costs,
+        at: Rows,
+        blocks: Column,
+        free: int,
+        now_ns: int,
     ) -> tuple[Candidate, ...]:
-        """The score table of the targets ``at`` these places of the pool, of which the first ``free`` have room."""
+        """The score table of the targets ``at`` these places of the pool, of which the first ``free`` have room.
+
+        Args:
+            blocks: leading ones that each of them has.
+        """
         places = at.tolist()
         ids = [pool.ids[each] for each in places]
         scores, rejections = target_costs.whole[at].tolist(), [""] * len(places)
         for number in range(free, len(places)):
             scores[number], rejections[number] = 0.0, pool.rejection(places[number], request) or "full"
-        blocks = target_costs.blocks[at].astype(np.int64).tolist()
         loads = self._columns.loads(pool.rows[at], now_ns)
-        return tuple(map(candidate_of, ids, blocks, loads, scores, rejections))
+        return tuple(map(candidate_of, ids, blocks.astype(np.int64).tolist(), loads, scores, rejections))
 
     def room_of(self, request: RoutingRequest, now_ns: int) -> tuple[Pool, float]:
         """The pool of a request that an ``aggregated_pool`` serves, and the most blocks that a target of it has room
@@ -431,8 +459,8 @@ class ArrayDecisions:
         allowed = np.zeros(cached.shape, np.bool_)
         for number, held in enumerate(requests):
             sizes[:, number, 0] = size_of(held.request)
-            cached[number] = pool.column(held.overlaps)
             leading[number] = pool.column(held.leading)
+            cached[number] = pool.cached(held.overlaps, leading[number], held.request.prompt_blocks)
             allowed[number] = pool.allowed(held.request)
         one = all(held.request.n == 1 for held in requests)
         own = self._columns.terms(pool.rows, 1 if one else sizes[2], now_ns)

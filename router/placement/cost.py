@@ -6,7 +6,8 @@
     decode stage                       t · (D / 32 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
-   those of a prefix that many prompts share are free (``SharedPrefixes``)
+   those of a prefix that many prompts share are free (``SharedPrefixes``). A block in host memory or on disk counts as
+   much as bringing it back takes of computing it (``TIER_COSTS``)
 A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
 n: sequences whose prompt it has yet to compute, each of which u holds up where one pass computes them together
@@ -32,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights
-from penstock.router.state.holders import TargetId
+from penstock.router.state.holders import TargetId, TierDepths
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.target_loads import ENCODE, RoutingTarget, TargetColumns, serves
 from penstock.schemas.cells import HELD_UP, HELD_UP_COMPUTING, MOST_HELD_UP, OWN_WORK, PASS_TOKENS, SLOT_TOKENS
@@ -146,6 +147,11 @@ ADAPTER_TOKENS = 512.0
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
 
 
+# To bring a block back from host memory and from disk, where computing it is 1, until a worker has measured it
+# (``Registration.tier_costs``).
+TIER_COSTS = (0.1, 0.5)
+
+
 class RequestSize(NamedTuple):
     """
     Attributes:
@@ -180,6 +186,42 @@ def loading_tokens(adapter: str, registration: Registration) -> float:
     return 0.0 if any(each.loaded and each.id == adapter for each in registration.adapters) else ADAPTER_TOKENS
 
 
+def tier_costs(registration: Registration) -> tuple[float, ...]:
+    """Of the lower tiers, in order. A worker computes what it could not bring back faster."""
+    measured = registration.tier_costs
+    costs = (*measured, *TIER_COSTS[len(measured) :])
+    return tuple(min(max(each, 0.0), 1.0) for each in costs[: len(TIER_COSTS)])
+
+
+def reusable(tiers: Sequence[Any], costs: Iterable[Any], leading: Any, most: Any, ops: Any) -> Any:
+    """Blocks of a prompt that need not be computed, less what it costs to bring back those on lower tiers.
+
+    Args:
+        tiers: leading blocks on the device, in host memory or on the device, and on disk or either: numbers, or arrays
+            of many targets.
+        costs: ``tier_costs``.
+        leading: as in ``target_cost``.
+        most: that can be reused.
+        ops: as for ``reuse``.
+    """
+    held = ops.minimum(ops.maximum(tiers[0], leading), most)
+    worth = held
+    for cost, depth in zip(costs, tiers[1:], strict=True):
+        further = ops.maximum(held, ops.minimum(depth, most))
+        worth = worth + (1.0 - cost) * (further - held)
+        held = further
+    return worth
+
+
+def lower_tiers(tiers: Sequence[int], leading: int, most: int) -> list[int]:
+    """How many of a prompt's leading blocks a target has to bring back from each lower tier. Arguments as above."""
+    held, found = min(max(tiers[0], leading), most), []
+    for depth in tiers[1:]:
+        found.append(max(0, min(depth, most) - held))
+        held += found[-1]
+    return found
+
+
 def favoured(cost: TargetCost, tokens: float) -> TargetCost:
     if not tokens:
         return cost
@@ -198,7 +240,7 @@ def target_cost(
 ) -> TargetCost:
     """
     Args:
-        cached: leading blocks cached at the target.
+        cached: leading blocks cached at the target, or what they are worth (``reusable``).
         leading: the same for blocks of active requests.
         at: the target's.
         overlap_weight: of a reused token.
@@ -315,13 +357,18 @@ def reuse(size: Any, blocks: Any, block_size: Any, ops: Any, overlap_weight: flo
 
 def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
     """The costs at all targets of a context."""
-    size, weights = size_of(context.request), context.weights
+    size, weights, overlaps = size_of(context.request), context.weights, context.overlaps
     costs: dict[TargetId, TargetCost] = {}
     for target in context.targets:
+        leading = context.leading.get(target.id, 0)
+        cached: float = overlaps.get(target.id, 0)
+        if isinstance(overlaps, TierDepths) and cached > leading:
+            own = tier_costs(target.registration)
+            cached = reusable(overlaps.tiers(target.id), own, leading, size.blocks, Scalars)
         costs[target.id] = target_cost(
             size,
-            context.overlaps.get(target.id, 0),
-            context.leading.get(target.id, 0),
+            cached,
+            leading,
             columns_of(target),
             overlap_weight=weights.overlap,
             prefill_weight=weights.prefill,

@@ -19,7 +19,7 @@ is bounded by the number of prompts remembered.
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,17 +28,17 @@ import structlog
 
 from penstock.configs.settings import RouterMode, RouterSettings
 from penstock.infra.byte_cache import ByteCache
-from penstock.router.placement.cost import FEW, are_many, loading_tokens
+from penstock.router.placement.cost import FEW, are_many, loading_tokens, lower_tiers, tier_costs
 from penstock.router.placement.decide import TransferKind, decide, transfer_kind
 from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.cluster_state import ClusterState
-from penstock.router.state.holders import TargetId, as_dict
+from penstock.router.state.holders import TargetId, TierDepths, as_dict
 from penstock.router.state.load_tracker import MODELS_CACHED, LoadTracker
 from penstock.router.state.router_metrics import Metrics
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas.fleet import Registration
-from penstock.schemas.jobs import DecisionInputs, Link, Stage
+from penstock.schemas.jobs import Candidate, DecisionInputs, Link, LowerTiers, Stage
 from penstock.schemas.requests import GenerateRequest
 
 if TYPE_CHECKING:
@@ -218,7 +218,8 @@ class Decisions:
             )
             if decision is not None:
                 return decision
-        targets, cached, active = tracker.targets(now_ns, request.model), as_dict(overlaps), as_dict(leading)
+        targets, active = tracker.targets(now_ns, request.model), as_dict(leading)
+        cached = overlaps if isinstance(overlaps, TierDepths) else as_dict(overlaps)
         return decide(RoutingContext(request, targets, cached, self._mode, weights, seed, number, active, waited_s))
 
 
@@ -279,10 +280,11 @@ class Decider:
             serving[0].block_size if serving else 0,
             session=session,
         )
+        overlaps = self._cluster.caches.depths(reusable)
         decision = self._policy.decide(
             request,
             reusable,
-            self._cluster.caches.depths(reusable),
+            overlaps,
             now_ns=now_ns,
             seed=inputs.seed,
             number=inputs.number,
@@ -291,6 +293,9 @@ class Decider:
         if decision.how:  # there are workers for some stages only
             workers = [tracker.worker(each.worker) for each in decision.candidates]
             inputs = with_pairs(inputs, workers)
+        if isinstance(overlaps, TierDepths):
+            brought = brought_back(tracker, decision.candidates, overlaps, reusable)
+            inputs = msgspec.structs.replace(inputs, lower_tiers=tuple(brought))
         if request.adapter:
             found = ((each.worker, tracker.worker(each.worker)) for each in decision.candidates)
             lacking = (name for name, each in found if each is not None and loading_tokens(request.adapter, each))
@@ -338,6 +343,18 @@ class Decider:
                 effect=f"above {MANY} targets decisions are slower without it",
                 fix="pip install 'penstock[router]'",
             )
+
+
+def brought_back(
+    tracker: LoadTracker, candidates: Sequence[Candidate], overlaps: TierDepths, keys: Sequence[int]
+) -> Iterator[LowerTiers]:
+    """What the candidates of a decision that was made now have on lower tiers of their caches."""
+    leading = tracker.loads.prefixes(keys)
+    for each in candidates:
+        target, worker = (each.worker, each.rank), tracker.worker(each.worker)
+        blocks = lower_tiers(overlaps.tiers(target), leading.get(target), each.overlap_blocks)
+        if worker is not None and any(blocks):
+            yield LowerTiers(*target, *blocks, *tier_costs(worker))
 
 
 def links(registrations: Iterable[Registration | None]) -> tuple[Link, ...]:

@@ -251,6 +251,16 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, unloaded=("w-2",))),
         jobs.decode,
     ),
+    "job_with_blocks_to_bring_back": (
+        msgspec.structs.replace(
+            JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, lower_tiers=(jobs.LowerTiers("w-2", 1, 8, 4, 0.1, 0.5),))
+        ),
+        jobs.decode,
+    ),
+    "worker_with_measured_tiers": (
+        fleet.Registration("w", "tiny", "decode", "native", 1, 32, 100, 8, 4096, tier_costs=(0.12, 0.6)),
+        fleet.decode,
+    ),
     "job_to_decide_again": (
         msgspec.structs.replace(
             JOB,

@@ -91,6 +91,7 @@ def test_arrays_get_no_further_fields() -> None:
         "LineResult": 3,
         "Link": 4,
         "Logprob": 3,
+        "LowerTiers": 6,
         "PackedRequest": 2,
         "ScoreRow": 15,
         "TokenBatch": 4,

@@ -164,6 +164,7 @@ _SCORES = (
     Column("worker"),
     Column("score", right=True),
     Column("overlap\nblocks", right=True),
+    Column("to bring\nback"),
     Column("active\nblocks", 4, right=True),
     Column("prefill\ntokens", 1, right=True),
     Column("running", 3, right=True),
@@ -181,6 +182,7 @@ def _scores(entry: InspectedEvent, width: int) -> Table:
             f"[bold green]{escape(name)}[/] ←" if name in entry.chosen else escape(name),
             "" if candidate.excluded else f"{candidate.score:,.2f}",
             f"{candidate.overlap_blocks}/{blocks}",
+            entry.brought_back(candidate),
             str(candidate.active_blocks),
             str(candidate.prefill_tokens),
             f"{candidate.running}/{candidate.slots}",
@@ -190,7 +192,8 @@ def _scores(entry: InspectedEvent, width: int) -> Table:
         rows.append(row)
     roles = any(candidate.role for candidate in entry.candidates)
     excluded = any(candidate.excluded for candidate in entry.candidates)
-    named = [at for at, column in enumerate(_SCORES) if {"stage": roles, "excluded": excluded}.get(column.name, True)]
+    shown = {"stage": roles, "excluded": excluded, "to bring\nback": bool(entry.lower_tiers)}
+    named = [at for at, column in enumerate(_SCORES) if shown.get(column.name, True)]
     table = fitting_table([_SCORES[at] for at in named], [[row[at] for at in named] for row in rows], width)
     table.caption = ", ".join(f"{name} {value}" for name, value in entry.decided_at.items() if name != "prompt_blocks")
     table.caption_justify = "left"

@@ -34,7 +34,7 @@ from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.span import in_order
 from penstock.log_tools.traces.spans import spans
 from penstock.schemas.done import Done, request_of
-from penstock.schemas.jobs import Candidate, EarlierWorker
+from penstock.schemas.jobs import Candidate, EarlierWorker, LowerTiers
 from penstock.schemas.requests import GenerateRequest, cell_in
 from penstock.schemas.summary import QUEUED, RUNNING, UNKNOWN, RequestSummary, of_done, of_request
 from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, WHOLE_REQUEST
@@ -193,6 +193,16 @@ class InspectedEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     candidates: tuple[Candidate, ...] = ()
     chosen: tuple[str, ...] = ()
     decided_at: dict[str, int] = {}
+    lower_tiers: tuple[LowerTiers, ...] = ()
+
+    def brought_back(self, candidate: Candidate) -> str:
+        """Which of its overlapping blocks a candidate would bring back from lower tiers, and at what cost each."""
+        for each in self.lower_tiers:
+            if (each.worker, each.rank) == (candidate.worker, candidate.rank):
+                host = f"{each.host_blocks} host × {each.host_cost:.2g}" if each.host_blocks else ""
+                disk = f"{each.disk_blocks} disk × {each.disk_cost:.2g}" if each.disk_blocks else ""
+                return ", ".join(filter(None, (host, disk)))
+        return ""
 
 
 def line_of(entry: InspectedEvent) -> str:
@@ -391,6 +401,7 @@ def _routed(event: RequestRouted, kind: str) -> InspectedEvent:
             "work_seq": decision.work_seq,
             "done_seq": decision.done_seq,
         },
+        event.lower_tiers,
     )
 
 

@@ -159,7 +159,17 @@ def _event(entry: InspectedEvent, begin_ns: int) -> str:
 
 
 def _scores(entry: InspectedEvent) -> str:
-    names = ("target", "stage", "score", "overlap blocks", "active blocks", "prefill tokens", "running", "excluded")
+    names = (
+        "target",
+        "stage",
+        "score",
+        "overlap blocks",
+        "to bring back",
+        "active blocks",
+        "prefill tokens",
+        "running",
+        "excluded",
+    )
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
     for each in entry.candidates:
         name = f"{each.worker}/{each.rank}" if each.rank else each.worker
@@ -168,6 +178,7 @@ def _scores(entry: InspectedEvent) -> str:
             each.role,
             "" if each.excluded else f"{each.score:.2f}",
             f"{each.overlap_blocks}/{entry.decided_at.get('prompt_blocks', 0)}",
+            entry.brought_back(each),
             str(each.active_blocks),
             str(each.prefill_tokens),
             f"{each.running}/{each.slots}",

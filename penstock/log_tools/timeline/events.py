@@ -7,7 +7,7 @@ the broker that stored the message if that has no time of its own. Each class sa
 import msgspec
 
 from penstock.schemas.done import Done
-from penstock.schemas.jobs import Decision
+from penstock.schemas.jobs import Decision, LowerTiers
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.trace import Stamps
 from penstock.schemas.transfer import Handoff
@@ -49,6 +49,7 @@ class RequestRouted(msgspec.Struct, frozen=True, tag="routed"):
     excluded: int  # candidates that could not be chosen
     overlap_blocks: int | None = None  # best of the chosen workers; None: the decision has no score table
     score: float | None = None  # of the same workers; lower is better
+    lower_tiers: tuple[LowerTiers, ...] = ()  # of the candidates
 
 
 class RequestContinued(msgspec.Struct, frozen=True, tag="continued"):

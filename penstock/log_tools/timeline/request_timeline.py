@@ -247,6 +247,8 @@ class RequestTimeline:
         decision, attempt = with_candidates(job).decision, job.attempt
         resumed = sum(len(part) // 4 for part in job.resume)
         routed = _routed(attempt, decision, resumed, self._compact)
+        if job.inputs is not None and job.inputs.lower_tiers and not self._compact:
+            routed = msgspec.structs.replace(routed, lower_tiers=job.inputs.lower_tiers)
         before = self.stages[-1].worker if self.stages else ""
         self.routed.append(routed)
         if job.inputs is not None:

@@ -15,7 +15,16 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.configs.settings import RouterMode
-from penstock.router.placement.cost import ADAPTER_TOKENS, RequestSize, TargetCost, favour_tokens, favoured, target_cost
+from penstock.router.placement.cost import (
+    ADAPTER_TOKENS,
+    RequestSize,
+    Scalars,
+    TargetCost,
+    favour_tokens,
+    favoured,
+    reusable,
+    target_cost,
+)
 from penstock.router.placement.decide import FAR, MEDIUM, NEAR
 from penstock.router.placement.routing import TIE, Weights, draw
 from penstock.router.state.holders import TargetId
@@ -51,10 +60,17 @@ def recorded_cost(size: RequestSize, at: Candidate, inputs: DecisionInputs, weig
         decode_slowness=at.decode_slowness,
         served_tokens=at.served_tokens,
     )
+    held, cached = at.overlap_blocks, float(at.overlap_blocks)
+    for each in inputs.lower_tiers:
+        if (each.worker, each.rank) == (at.worker, at.rank):
+            below = each.host_blocks + each.disk_blocks
+            held -= below
+            tiers = (held, held + each.host_blocks, held + below)
+            cached = reusable(tiers, (each.host_cost, each.disk_cost), 0, size.blocks, Scalars)
     cost = target_cost(
         size,
-        at.overlap_blocks,
-        at.overlap_blocks,
+        cached,
+        held,
         columns,
         overlap_weight=weights.overlap,
         prefill_weight=weights.prefill,

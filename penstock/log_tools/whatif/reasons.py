@@ -30,8 +30,9 @@ MOST = 5_000  # decisions that are explained, evenly chosen: each takes some 0.5
 FACTORS = (0.5, 2.0)
 WEIGHTS = ("overlap", "prefill", "transfer")
 
-PROMPT, AHEAD, HELD_UP, CONTEXT, SLOTS, SERVED, SLOWER, SESSION, LOADING = TERMS = (
+PROMPT, BROUGHT, AHEAD, HELD_UP, CONTEXT, SLOTS, SERVED, SLOWER, SESSION, LOADING = TERMS = (
     "prompt to compute",
+    "blocks to bring back",
     "prompts ahead",
     "answers held up",
     "contexts to read",
@@ -80,7 +81,8 @@ def terms(
         after = cost(at, unfavoured)
         found[term] = before - after
         before = after
-    return found | {PROMPT: before}
+    found[PROMPT] = cost(at, msgspec.structs.replace(unfavoured, lower_tiers=())) if inputs.lower_tiers else before
+    return found | {BROUGHT: before - found[PROMPT]}
 
 
 class WorkerReasons(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """Array operations come to the results of the loops over targets."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.router.placement.cost import FEW, HeldRequest, is_ready
 from penstock.router.placement.decide import decide
 from penstock.router.placement.decision_inputs import Decisions, array_decisions
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.holders import Depths, TargetBits
+from penstock.router.state.holders import Depths, TargetBits, TargetId, TierDepths
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas import wire
 from penstock.schemas.fleet import LoraAdapter, Registration, WorkerState
@@ -34,12 +35,17 @@ WORKERS = st.lists(
             "dp_size": st.sampled_from([1, 1, 2]),
             "logits_processors": st.sampled_from([(), ("x",)]),
             "revision": st.sampled_from(["", "b"]),
+            "tier_costs": st.sampled_from([(), (0.25,), (0.05, 0.75), (0.3, 1.5)]),
             "adapters": st.sampled_from([(POET,), (POET, CLERK), (LOADED, CLERK), ()]),
         }
     ),
     max_size=20,
 )
 JOBS = st.lists(st.tuples(st.integers(0, 19), st.integers(0, 3), st.integers(0, 20), st.integers(1, 3)), max_size=30)
+
+LOWER = st.just(list[dict[int, int]]()) | st.lists(
+    st.dictionaries(st.integers(0, 19), st.integers(1, 25)), min_size=2, max_size=2
+)  # leading blocks in host memory and on disk, by worker
 
 MOST_UNCOMPUTED = st.sampled_from([cost.MOST_UNCOMPUTED, 150])  # the latter is less than many of the workers below have
 ASKED = st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 3))  # prompt, its blocks, sequences
@@ -79,6 +85,7 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),
     seed=st.integers(0, 9),
     most_uncomputed=MOST_UNCOMPUTED,
+    lower=LOWER,
 )
 def test_a_decision_is_that_of_the_loop(
     workers: list[dict[str, Any]],
@@ -90,10 +97,11 @@ def test_a_decision_is_that_of_the_loop(
     waited_s: float | None,
     seed: int,
     most_uncomputed: int,
+    lower: list[dict[int, int]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cost, "MOST_UNCOMPUTED", most_uncomputed)
-        compare_decisions(workers, jobs, asked, held, more, shared, waited_s, seed)
+        compare_decisions(workers, jobs, asked, held, more, shared, waited_s, seed, lower)
 
 
 def compare_decisions(
@@ -105,6 +113,7 @@ def compare_decisions(
     shared: int,
     waited_s: float | None,
     seed: int,
+    lower: list[dict[int, int]],
 ) -> None:
     tracker = fleet(workers, jobs)
     family, blocks, n = asked
@@ -114,7 +123,9 @@ def compare_decisions(
     known = TargetBits()
     for at in held:
         known.put(1 << at, (f"w{at:02}", 0))
-    overlaps = Depths(([1 << at for at in held], [*held.values()]), known)
+    overlaps: Mapping[TargetId, int] = Depths(([1 << at for at in held], [*held.values()]), known)
+    if lower:
+        overlaps = TierDepths(overlaps, [{(f"w{at:02}", 0): depth for at, depth in each.items()} for each in lower])
     prompt = keys(family, blocks)
     found = Decisions(tracker, array_decisions(tracker), "kv", Weights(), few=0).decide(
         request, prompt, overlaps, now_ns=50, seed=seed, number=1, waited_s=waited_s
@@ -140,29 +151,35 @@ def compare_decisions(
     jobs=JOBS,
     requests=st.lists(st.tuples(ASKED, st.integers(0, 20), st.sampled_from([0.0, 0.5, 100.0])), min_size=1, max_size=8),
     most_uncomputed=MOST_UNCOMPUTED,
+    below=st.integers(0, 25),
 )
 def test_the_ready_requests_are_those_of_the_loop(
     workers: list[dict[str, Any]],
     jobs: list[tuple[int, int, int, int]],
     requests: list[tuple[tuple[int, int, int], int, float]],
     most_uncomputed: int,
+    below: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cost, "MOST_UNCOMPUTED", most_uncomputed)
-        compare_ready(workers, jobs, requests)
+        compare_ready(workers, jobs, requests, below)
 
 
 def compare_ready(
     workers: list[dict[str, Any]],
     jobs: list[tuple[int, int, int, int]],
     requests: list[tuple[tuple[int, int, int], int, float]],
+    below: int,
 ) -> None:
     tracker = fleet(workers, jobs)
     held = []
     for (family, blocks, n), cached, waited_s in requests:
         request = RoutingRequest("m", blocks * 16 + 3, 50, prompt_blocks=blocks, n=n)
         leading = tracker.loads.prefixes(keys(family, blocks))
-        held.append(HeldRequest(request, {("w01", 0): cached, ("w02", 0): blocks}, leading, waited_s))
+        cached_at: Mapping[TargetId, int] = {("w01", 0): cached, ("w02", 0): blocks}
+        if below:
+            cached_at = TierDepths(cached_at, [{("w00", 0): below, ("w01", 0): cached + 1}, {("w01", 0): below}])
+        held.append(HeldRequest(request, cached_at, leading, waited_s))
     arrays = array_decisions(tracker)
     assert arrays is not None
     targets = tracker.targets(50, "m")

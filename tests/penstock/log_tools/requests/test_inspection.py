@@ -23,7 +23,7 @@ from penstock.log_tools.timeline.events import TokensStored
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of, without_content
-from penstock.schemas.jobs import Stage
+from penstock.schemas.jobs import DecisionInputs, LowerTiers, Stage
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import ANOTHER_MODEL, WHOLE_REQUEST, Finish, TokenItem
@@ -215,6 +215,17 @@ def test_json_has_the_fields_that_the_documentation_names() -> None:
     routed = next(entry for entry in found["events"] if entry["kind"] == "routed")
     assert routed["candidates"][0]["worker"] == "p-1"
     assert routed["chosen"] == ["p-1", "d-1"]
+
+
+def test_blocks_to_bring_back_are_in_the_score_table() -> None:
+    inputs = DecisionInputs(1, lower_tiers=(LowerTiers("w-1", 0, 1, 1, 0.12, 0.5),))
+    job = msgspec.structs.replace(samples.job(2, Stage("aggregated", "w-1")), inputs=inputs)
+    timeline = samples.timeline(samples.request(), compact=False)
+    timeline.add_work("aggregated", "w-1", samples.at(3), job)
+    found = inspect(timeline)
+    assert "1 host × 0.12, 1 disk × 0.5" in " ".join(shown(found).split())
+    assert "1 host × 0.12, 1 disk × 0.5" in page(found)
+    assert "to bring" not in shown(inspect(samples.split(compact=False)))
 
 
 # --- on a broker ---

@@ -1,13 +1,15 @@
 """What a job records of its decision suffices to decide again."""
 
+from collections.abc import Mapping
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.log_tools.whatif.decided_again import UNRECORDED, candidates_of, decide_again, insufficient
-from penstock.router.placement.decision_inputs import Decisions, array_decisions, links, with_pairs
+from penstock.router.placement.decision_inputs import Decisions, array_decisions, brought_back, links, with_pairs
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.holders import TargetId
+from penstock.router.state.holders import TargetId, TierDepths
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import LoraAdapter, Registration
 from penstock.schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
@@ -38,6 +40,7 @@ def job(decision: RoutingDecision, blocks: int, inputs: DecisionInputs, mode: st
     now_ns=st.integers(0, 3_000_000),
     session=st.sampled_from([(), (("w00", 0),), (("w01", 1),)]),
     adapted=st.booleans(),
+    lower=st.just({}) | st.dictionaries(st.integers(0, 19), st.tuples(st.integers(0, 25), st.integers(0, 25))),
 )
 def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     loads: list[tuple[int, int, int]],
@@ -50,12 +53,13 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     now_ns: int,
     session: tuple[TargetId, ...],
     adapted: bool,
+    lower: dict[int, tuple[int, int]],
 ) -> None:
     tracker = LoadTracker()
     for number in range(workers):
         fields = (f"w{number:02}", "m", "aggregated", "mock", 1, BLOCK, 40, 2, 1 << 20)
         adapter = LoraAdapter("poet", "0a", loaded=number % 3 == 0)
-        tracker.put_worker(Registration(*fields, dp_size=1 + number % 2, adapters=(adapter,)))
+        tracker.put_worker(Registration(*fields, dp_size=1 + number % 2, adapters=(adapter,), tier_costs=(0.2, 0.7)))
     for number, (at, family, blocks) in enumerate(loads):
         prompt = [family * 1000 + n for n in range(blocks)] if number % 3 else []
         load = LoadHeader(blocks * BLOCK + 5, 0, "", 1 << 62, "")
@@ -73,15 +77,24 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
         session=session,
         adapter="poet@0a" if adapted else "",
     )
-    overlaps = {(f"w{at:02}", 0): count for at, count in held.items() if at < workers}
+    overlaps: Mapping[TargetId, int] = {(f"w{at:02}", 0): count for at, count in held.items() if at < workers}
+    if lower:
+        below = [{(f"w{at:02}", 0): count[tier] for at, count in lower.items() if count[tier]} for tier in (0, 1)]
+        overlaps = TierDepths(overlaps, below)
     decision = Decisions(tracker, array_decisions(tracker), "kv", weights).decide(
         request, keys, overlaps, now_ns=now_ns, seed=seed
     )
     if not decision.route:
         return
     unloaded = tuple(f"w{number:02}" for number in range(workers) if number % 3) if adapted else ()
+    brought = brought_back(tracker, decision.candidates, overlaps, keys) if isinstance(overlaps, TierDepths) else ()
     inputs = DecisionInputs(
-        seed, shared_blocks=request.shared_blocks, block_size=BLOCK, session=session, unloaded=unloaded
+        seed,
+        shared_blocks=request.shared_blocks,
+        block_size=BLOCK,
+        session=session,
+        unloaded=unloaded,
+        lower_tiers=tuple(brought),
     )
     again = decide_again(job(decision, blocks, inputs), weights)
     assert again is not None

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from penstock.log_tools.whatif.decided_again import recorded_cost
 from penstock.log_tools.whatif.reasons import ALONE, EQUAL, UNLISTED, Part, Sample, reasons, terms
 from penstock.router.placement.cost import RequestSize
 from penstock.router.placement.routing import Weights
-from penstock.schemas.jobs import Candidate, DecisionInputs
+from penstock.schemas.jobs import Candidate, DecisionInputs, LowerTiers
 from tests.penstock.log_tools.whatif.test_change import BLOCK, job
 
 STAGES: tuple[Part, ...] = ("whole", "prefill", "decode")
@@ -36,6 +37,7 @@ COUNTS = st.integers(0, 5_000)
     st.sampled_from([(), (("w", 0),)]),
     st.sampled_from(STAGES),
     st.builds(Weights, st.sampled_from([0.5, 1.0]), st.sampled_from([1.0, 2.0])),
+    st.tuples(st.integers(0, 5), st.integers(0, 5)),
 )
 def test_the_terms_of_a_cost_add_up(
     at: Candidate,
@@ -43,11 +45,16 @@ def test_the_terms_of_a_cost_add_up(
     session: tuple[tuple[str, int], ...],
     stage: Part,
     weights: Weights,
+    lower: tuple[int, int],
 ) -> None:
-    inputs = DecisionInputs(block_size=BLOCK, session=session)
+    at = msgspec.structs.replace(at, overlap_blocks=at.overlap_blocks + sum(lower))
+    inputs = DecisionInputs(block_size=BLOCK, session=session, lower_tiers=(LowerTiers("w", 0, *lower, 0.2, 0.6),))
     found = terms(size, at, inputs, weights, stage=stage)
     assert sum(found.values()) == pytest.approx(getattr(recorded_cost(size, at, inputs, weights), stage), rel=1e-6)
-    assert all(cost > -1e-6 for term, cost in found.items() if term not in (chapter.SESSION, chapter.SLOWER))
+    signed = {chapter.SESSION, chapter.SLOWER}
+    if weights.overlap < 1 and size.shared:  # then less of a shared prefix may count for more
+        signed.add(chapter.BROUGHT)
+    assert all(cost > -1e-6 for term, cost in found.items() if term not in signed)
 
 
 def test_a_worker_that_gets_nothing_has_its_reasons() -> None:
