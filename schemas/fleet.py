@@ -32,6 +32,50 @@ class WorkerState(enum.StrEnum):
     draining = "draining"
 
 
+class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A GPU that a worker's engine sees. All processes on it count.
+
+    Attributes:
+        id: the beginning of its UUID, by which workers that share it are recognised.
+        total_bytes, used_bytes: of its memory; ``total_bytes`` 0: unknown.
+        busy_percent: share of the driver's last sampling period (up to a second) in which a kernel ran; -1: unknown,
+            as of a part of a GPU (MIG).
+        error: why it could not be read; "": it could.
+    """
+
+    id: str = ""
+    total_bytes: int = 0
+    used_bytes: int = 0
+    busy_percent: int = -1
+    error: str = ""
+
+
+class ConnectorUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What a worker holds for handoffs of KV and embeddings. -1: unknown, since the engine moves its KV by itself.
+
+    Attributes:
+        name: "nixl", or the engine's own connector.
+        registered_bytes: memory that other workers can read or write: of the pools of blocks, on all ranks.
+        buffer_bytes: further memory registered for transfers.
+        transfers: under way from or to this worker that it drives itself.
+        leases: handoffs whose reader has not released them yet.
+        pinned_blocks: kept for those readers, which cannot be used here.
+        reserved_blocks: set aside for KV that is being read.
+        quarantined_blocks: that a transfer which failed may still write.
+        buffer_tokens: of the longest prompt that fits the buffers of an engine that copies KV there first.
+    """
+
+    name: str
+    registered_bytes: int = -1
+    buffer_bytes: int = -1
+    transfers: int = -1
+    leases: int = 0
+    pinned_blocks: int = 0
+    reserved_blocks: int = 0
+    quarantined_blocks: int = 0
+    buffer_tokens: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The engine's load at the last renewal. Routers read ``steps`` and ``work_ns``: they track load from the log."""
 
@@ -47,6 +91,8 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     work_ns: int = 0  # that it spends on a token, those of prompts included
     decode_us: int = 0  # of a step that computes no prompt; 0: there were too few, or unknown
     core_wait_percent: int = 0  # of the last seconds, that a thread waited for a core, the longest one; 0 also: unknown
+    gpus: tuple[GpuUse, ...] = ()  # read every few seconds; empty: none, or without nvidia-ml-py
+    connector: ConnectorUse | None = None  # None: it hands nothing off
 
 
 class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -29,7 +29,7 @@ from penstock.launch.state import read_state
 from penstock.log_tools.sources.open_log import CellSource, Log, LogSource, open_cells
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import Registration, WorkerState
+from penstock.schemas.fleet import GpuUse, Registration, WorkerState
 from penstock.schemas.pace import SLOW, compare
 from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member, held_by_tenant
 from penstock.schemas.streams import topology
@@ -87,6 +87,7 @@ class WorkerView(msgspec.Struct, frozen=True):
         latency_ms: from one token of a sequence to the next, at prefill workers the time of a prompt; None: unknown.
         slowness: how many times slower than its peers it is, as ``penstock.schemas.pace`` has it; None: unknown.
         cell: None: the deployment has only one.
+        gpus: that it sees, with the use of all processes on them; empty: none, or it cannot say.
     """
 
     name: str
@@ -109,6 +110,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     latency_ms: float | None = None
     slowness: float | None = None
     cell: int | None = None
+    gpus: tuple[GpuUse, ...] = ()
 
     @property
     def is_slow(self) -> bool:
@@ -549,6 +551,7 @@ def workers(
             each.load.quiet_ms,
             each.load.latency_us / 1e3 or None,
             paces[each.worker].slowness if each.worker in paces else None,
+            gpus=each.load.gpus,
         )
         for each in registered
     ]

@@ -29,6 +29,7 @@ from penstock.operate.observe import (
     unsteady,
 )
 from penstock.operate.streams import reach
+from penstock.schemas.fleet import GpuUse
 
 BAR = 10  # characters
 FULL = 0.8  # shown in yellow from here on
@@ -149,6 +150,7 @@ _WORKERS = (
     Column("waiting", 5, right=True),
     Column("slots", 2),
     Column("KV in use"),
+    Column("GPUs", 6),
     Column("tokens/s", 4, right=True),
     Column("cached", 6, right=True),
     Column("latency", 8, right=True),
@@ -204,6 +206,7 @@ def _workers(workers: Sequence[WorkerView], width: int) -> Table:
             str(worker.waiting),
             bar(worker.running, worker.slots),
             bar(worker.used_blocks, worker.total_blocks),
+            gpus(worker.gpus),
             f"{worker.tokens_per_s:,.0f}",
             "-" if worker.hit_rate is None else f"{worker.hit_rate:.0%}",
             latency(worker),
@@ -212,9 +215,21 @@ def _workers(workers: Sequence[WorkerView], width: int) -> Table:
         )
         for worker in workers
     ]
-    if any(worker.cell is not None for worker in workers):
-        return fitting_table(_WORKERS, rows, width)
-    return fitting_table(_WORKERS[1:], [row[1:] for row in rows], width)
+    absent = {
+        *(() if any(worker.cell is not None for worker in workers) else ("cell",)),
+        *(() if any(worker.gpus for worker in workers) else ("GPUs",)),
+    }
+    shown = [at for at, column in enumerate(_WORKERS) if column.name not in absent]
+    return fitting_table([_WORKERS[at] for at in shown], [[row[at] for at in shown] for row in rows], width)
+
+
+def gpus(read: Sequence[GpuUse]) -> str:
+    """The mean use of a worker's GPUs, and the memory that is in use on all of them."""
+    if any(gpu.error for gpu in read):
+        return "[red]unreadable[/]"
+    known = [gpu.busy_percent for gpu in read if gpu.busy_percent >= 0]
+    busy = f"{sum(known) / len(known):.0f}% busy, " if known else ""
+    return f"{busy}{show_size(sum(gpu.used_bytes for gpu in read))}" if read else "-"
 
 
 def latency(worker: WorkerView) -> str:

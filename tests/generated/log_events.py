@@ -317,6 +317,7 @@ MEANINGS = {
     "gateway_not_added": "`up` could not start one more gateway, or it did not serve; tried again while it is needed",
     "gateway_stopping": "the gateway drains",
     "generation_default_ignored": "a default in the model's `generation_config.json` is out of range",
+    "gpus_unread": "NVIDIA's library failed in an unknown way; until it works, the use of GPUs is shown as unknown",
     "handler_failed": "the handler of a job raised",
     "handoff_state_unpackable": "TensorRT-LLM's state for a handoff has an unknown form: decode computes the prompt",
     "handoff_state_unusable": "a ticket of another release of TensorRT-LLM",

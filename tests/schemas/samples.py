@@ -219,6 +219,17 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_with_gpus_and_a_connector": (
+        fleet.Registration(
+            *("w", "tiny", "prefill", "native", 1, 32, 100, 8, 4096),
+            load=fleet.Load(
+                *(1, 2, 3, 4, 5),
+                gpus=(fleet.GpuUse("GPU-1a2b3c4d", 80 << 30, 71 << 30, 97), fleet.GpuUse(error="GPU is lost")),
+                connector=fleet.ConnectorUse("nixl", 60 << 30, 8192, 2, 3, 40, 8, 4, 4096),
+            ),
+        ),
+        fleet.decode,
+    ),
     "registration_with_adapters": (
         fleet.Registration(
             *("w", "tiny", "aggregated", "native", 1, 32, 100, 8, 4096),

@@ -18,6 +18,7 @@ from penstock.infra.bus.puller import ACK
 from penstock.schemas import contents, jobs, wire
 from penstock.schemas.control import Ok, Push, Pushed, Release
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import ConnectorUse
 from penstock.schemas.subjects import HEADER_LOAD
 from penstock.schemas.transfer import Encoded, Prefilled, Ticket
 from penstock.workers.disagg.block_reserver import BlockReserver
@@ -26,7 +27,14 @@ from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.disagg.owner import Owner
 from penstock.workers.disagg.reader import BlockReader, PeerWatcher
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.engine_protocol import BlockReservation, Engine, EngineInfo, VisionEngine, kv_transfer_of
+from penstock.workers.engines.engine_protocol import (
+    BlockReservation,
+    Engine,
+    EngineInfo,
+    EngineStats,
+    VisionEngine,
+    kv_transfer_of,
+)
 from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
@@ -69,6 +77,7 @@ class DisaggCoordinator:
         self._requests = context.requests
         self._terminal = context.terminal
         self._info = info
+        self._transport = transport
         self._submit = submit
         quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
         self.reserver = BlockReserver(engine, context.requests, quarantine_s)
@@ -109,6 +118,28 @@ class DisaggCoordinator:
     @property
     def open_leases(self) -> int:
         return self._owner.open if self._owner is not None else 0
+
+    def use(self, stats: EngineStats) -> ConnectorUse | None:
+        """What is held for handoffs; None: this worker makes none. ``stats``: the engine's latest."""
+        if self._owner is None:
+            return None
+        info, leases = self._info, self._owner.open
+        if self._transport is None:
+            # Its leases name no blocks: the engine counts those itself.
+            return ConnectorUse(
+                info.connector, leases=leases, pinned_blocks=stats.pinned_blocks, buffer_tokens=info.connector_tokens
+            )
+        moved = self._transport.stats()
+        return ConnectorUse(
+            self._transport.endpoint.backend,
+            moved.registered_bytes,
+            moved.buffer_bytes,
+            moved.live,
+            leases,
+            self._owner.pinned_blocks,
+            stats.reserved_blocks,
+            moved.quarantined_blocks,
+        )
 
     async def close(self) -> None:
         if self._peers is not None:

@@ -118,6 +118,9 @@ class Owner:
         self._tasks = tasks.group("owner")
         metrics.handoff.leases.set_function(lambda: len(self._pins))
         metrics.handoff.pinned.set_function(lambda: self._pins.blocks)
+        if transport is not None:
+            metrics.handoff.transfers.set_function(lambda: transport.stats().live)
+            metrics.handoff.registered.set_function(lambda: transport.stats().registered_bytes)
 
     def offer(
         self,
@@ -226,6 +229,10 @@ class Owner:
     @property
     def open(self) -> int:
         return len(self._pins)
+
+    @property
+    def pinned_blocks(self) -> int:
+        return self._pins.blocks
 
     async def close(self) -> None:
         """End every lease: the worker stops, or registers under another id."""

@@ -58,6 +58,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float = 0.0
     dp_size: int = 1
     handoff_layout: str = ""  # of engines that move KV themselves; only engines with the same text can exchange KV
+    connector: str = ""  # of engines that move KV themselves: what does so there
+    connector_tokens: int = 0  # of the longest prompt that fits its buffers; 0: it has none, or does not say
     handoff_memory: str = "cpu"  # where that KV is: ``penstock.schemas.transfer.Memory.kind``
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
@@ -225,6 +227,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     host_blocks: int = 0  # KV blocks kept in host memory
     loaded_blocks: int = 0  # copied back from there, since start
     logits_errors: int = 0  # calls of logits processors that failed, since start
+    reserved_blocks: int = 0  # of the pinned ones: for KV that is being read from other workers
     slots: int = 0  # sequences that it takes at once, where that changes; 0: as of ``EngineInfo``
 
 

@@ -36,6 +36,13 @@ class CopyOp(NamedTuple):
     remote: MemoryRanges
 
 
+def pools_bytes(endpoint: Endpoint) -> int:
+    """Of the memory that an agent registers for its pools."""
+    return sum(
+        pool.blocks * (pool.block_bytes + (WORD_BYTES if pool.generations else 0)) for pool in endpoint.pools.values()
+    )
+
+
 def check_peer(own: Endpoint, peer: Endpoint) -> None:
     """
     Raises:

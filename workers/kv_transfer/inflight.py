@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.kv_transfer import agent as blocks
-from penstock.workers.kv_transfer.agent import Agent, CopyOp, PeerLost, TransferRejected
+from penstock.workers.kv_transfer.agent import Agent, CopyOp, PeerLost, TransferRejected, pools_bytes
 from penstock.workers.kv_transfer.transport_protocol import (
     CAUSES,
     Cause,
@@ -57,6 +57,11 @@ class ScratchBuffers:
         self._agent.register(buffer.ctypes.data, room)
         self._all.append(buffer)
         return buffer
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them, in use or not."""
+        return sum(buffer.nbytes for buffer in list(self._all))
 
     def free(self, buffer: NDArray[np.uint32]) -> None:
         self._free[buffer.nbytes].append(buffer)
@@ -320,6 +325,8 @@ class InflightTransfers:
             seconds=self._seconds,
             failures=dict(self._failures),
             renewals=self._renewals,
+            registered_bytes=0 if self._closed else pools_bytes(self.agent.endpoint),
+            buffer_bytes=0 if self._closed else self._scratch.bytes,
         )
 
     def _drain(self, seconds: float) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.schemas import wire
 from penstock.schemas.transfer import Endpoint, Memory
-from penstock.workers.kv_transfer.agent import common_heads
+from penstock.workers.kv_transfer.agent import common_heads, pools_bytes
 from penstock.workers.kv_transfer.transport_protocol import (
     TIMEOUT_S,
     TransferError,
@@ -190,8 +190,10 @@ class RankTransports:
             each.renew()
 
     def stats(self) -> TransportStats:
-        """Of rank 0."""
-        return self._own.stats()
+        """Of rank 0, but with what all ranks have registered."""
+        own = self._own.stats()
+        others = sum(pools_bytes(each.endpoint) for each in self._others)
+        return own._replace(registered_bytes=own.registered_bytes + others)
 
     def close(self) -> None:
         for each in (*self._others, self._own):

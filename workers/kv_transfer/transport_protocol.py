@@ -79,6 +79,8 @@ class TransportStats(NamedTuple):
     seconds: float  # of completed transfers, summed
     failures: dict[str, int]  # by cause
     renewals: int  # of the agent
+    registered_bytes: int = 0  # of pools, which peers can reach
+    buffer_bytes: int = 0  # registered beside them, for own reads
 
 
 class Transport(Protocol):

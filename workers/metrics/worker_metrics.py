@@ -12,7 +12,9 @@ Counters that follow a total kept elsewhere.
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from penstock.infra.metrics.scope import MetricScope
 from penstock.schemas.done import Done
+from penstock.schemas.fleet import GpuUse
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.transfer import Handoff
 from penstock.workers.engines.engine_protocol import EngineInfo, EngineStats, GrammarStats
@@ -31,6 +34,9 @@ from penstock.workers.kv_transfer.transport_protocol import CAUSES
 log = structlog.get_logger("worker")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+READ_GPUS_S = 5.0  # a reading takes about a millisecond a GPU, and is in the next renewal of the lease
+OLD_S = 30.0  # a driver that answers no more leaves its caller hanging
+UUID_SHOWN = 12  # characters
 
 
 def find_library() -> ModuleType | None:
@@ -94,6 +100,23 @@ class GpuMetrics(Collector):
         """Nothing: the scope names them when they are read."""
         return iter(())
 
+    def use(self) -> tuple[GpuUse, ...]:
+        """What each GPU has in use. Blocks for as long as the driver takes."""
+        return tuple(map(self._use, self._handles))
+
+    def _use(self, handle: Any) -> GpuUse:
+        library = self._library
+        try:
+            uuid = library.nvmlDeviceGetUUID(handle)
+            uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
+            memory = library.nvmlDeviceGetMemoryInfo(handle)
+        except library.NVMLError as error:
+            return GpuUse(error=str(error))
+        busy = -1
+        with contextlib.suppress(library.NVMLError):  # not supported by a part of a GPU (MIG)
+            busy = library.nvmlDeviceGetUtilizationRates(handle).gpu
+        return GpuUse(uuid[:UUID_SHOWN], memory.total, memory.used, busy)
+
     def _visible(self, chosen: str | None) -> Iterator[Any]:
         """Handles of the GPUs in CUDA_VISIBLE_DEVICES (indices or UUIDs, up to the first unknown one, as CUDA does)."""
         library = self._library
@@ -108,6 +131,50 @@ class GpuMetrics(Collector):
                     yield library.nvmlDeviceGetHandleByUUID(name)
             except library.NVMLError:
                 return
+
+
+class GpuReader:
+    """Reads GPUs in a thread of its own, which does not keep the process from ending: a broken driver may not answer.
+
+    Args:
+        read: as of ``GpuMetrics.use``.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], tuple[GpuUse, ...]],
+        every_s: float = READ_GPUS_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._every_s, self._clock = read, every_s, clock
+        self._last: tuple[float, tuple[GpuUse, ...]] = clock(), ()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpus", daemon=True)
+        self._thread.start()
+
+    @property
+    def use(self) -> tuple[GpuUse, ...]:
+        """The last reading; with an error instead of values if it is older than ``OLD_S``."""
+        at, gpus = self._last
+        age_s = self._clock() - at
+        if age_s <= OLD_S:
+            return gpus
+        silent = GpuUse(error=f"NVIDIA's driver has not answered for {age_s:.0f} s")
+        return tuple(silent for _ in gpus or (silent,))
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        said = ""
+        while not self._stopped.is_set():
+            try:
+                self._last = self._clock(), self._read()
+                said = ""
+            except Exception as error:  # of the library's own: the next reading may succeed, and its age is shown
+                if said != (said := repr(error)):
+                    log.warning("gpus_unread", error=said)
+            self._stopped.wait(self._every_s)
 
 
 class Total:
@@ -217,6 +284,7 @@ class WorkerMetrics:
 
     def __init__(self, process: MetricScope) -> None:
         self.device = ""
+        self._gpu_reader: GpuReader | None = None
         self.process = process
         self.registry = process.registry
         scope = self.scope = process.child("worker")
@@ -287,11 +355,25 @@ class WorkerMetrics:
         self.max_model_len.set(info.max_model_len)
         self.kv.capacity.set(info.total_blocks)
         self.kv.block_size.set(info.block_size)
+
+    def watch_gpus(self) -> None:
+        """Show the GPUs that this process sees, and read them from now on."""
         if (library := find_library()) is not None:
             gpus = GpuMetrics(library, self.scope.prefix)
             self.scope.register(gpus)
             self.gpus.set(gpus.count)
             self.device = gpus.device
+            if gpus.count:
+                self._gpu_reader = GpuReader(gpus.use)
+
+    @property
+    def gpu_use(self) -> tuple[GpuUse, ...]:
+        """As of ``fleet.Load.gpus``."""
+        return () if self._gpu_reader is None else self._gpu_reader.use
+
+    def close(self) -> None:
+        if self._gpu_reader is not None:
+            self._gpu_reader.stop()
 
     def observe(self, stats: EngineStats, unsent_bytes: int, grammars: GrammarStats | None = None) -> None:
         """The engine's statistics, as they are now. ``grammars``: of an engine that applies constraints."""
@@ -365,6 +447,8 @@ class HandoffMetrics:
         self.scope = scope
         self.leases = scope.gauge("open_leases", "leases on blocks for other workers")
         self.pinned = scope.gauge("pinned_blocks", "blocks pinned under those leases")
+        self.transfers = scope.gauge("transfers", "reads and writes of blocks under way that this worker drives")
+        self.registered = scope.gauge("registered_bytes", "memory registered for other workers to read and write")
         self.states = scope.counter("events", "lines of the ledger", ["state"])
         self.read_bytes = scope.counter("read_bytes", "bytes read from other workers")
         self.read_seconds = scope.histogram(

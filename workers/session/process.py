@@ -361,6 +361,8 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         self._metrics.load_time.set(self._backend.load_seconds)
         self._metrics.tasks.set_function(lambda: count_tasks(loop))
+        if self._settings.engine not in ("mock", "openai"):  # which compute on no GPU of this machine
+            self._metrics.watch_gpus()
         bus.tasks.spawn(loop_lag.gauge(self._metrics.scope).watch(), name="loop-lag")
         bus.tasks.spawn(self._note_memory(), name="crash-journal")
         if self._settings.publish_events_and_metrics:
@@ -371,6 +373,7 @@ class WorkerProcess:
         try:
             return await self._run_sessions(bus, broker, make_session)
         finally:
+            self._metrics.close()
             bus.closing = True  # stopping FastStream closes the connection
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(app.stop(), 2)

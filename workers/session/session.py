@@ -135,6 +135,7 @@ class WorkerSession:
         self._broker = broker
         self._model = model
         self._settings = settings
+        self._metrics = metrics
         self._state = fleet.WorkerState.ready
         self._time_slice = TimeSlice()
         self._idle = asyncio.Event()
@@ -451,7 +452,8 @@ class WorkerSession:
 
     def _registration(self) -> fleet.Registration:
         own = self.runner.registration(self._state)
-        return msgspec.structs.replace(own, inbox=self.contents.inbox, reads_packed=True)
+        load = msgspec.structs.replace(own.load, gpus=self._metrics.gpu_use)
+        return msgspec.structs.replace(own, load=load, inbox=self.contents.inbox, reads_packed=True)
 
     async def update_registration(self) -> None:
         """Publish the registration again because it has changed."""

@@ -15,7 +15,7 @@ import re
 import sys
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,8 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from penstock.cli.figures import counted
-from penstock.cli.terminal import escape, fail, stdout
+from penstock.cli.figures import counted, show_size
+from penstock.cli.terminal import Column, escape, fail, fitting_table, stdout
 from penstock.configs import logs
 from penstock.configs.flags import Parser
 from penstock.configs.settings import GatewaySettings
@@ -34,7 +34,7 @@ from penstock.infra.nats_server.retention import uses
 from penstock.launch.state import DeploymentState, read_state
 from penstock.log_tools.sources.open_log import FAILURES, CellSource, LogSource, add_flags, cells_of, open_log
 from penstock.operate.doctor.broker import VERIFIED_BYTES, check_address, check_broker, check_stored_messages
-from penstock.operate.doctor.finding import CheckResult, CheckStatus, ok, problem, skipped
+from penstock.operate.doctor.finding import CheckResult, CheckStatus, WorkerUse, ok, problem, skipped
 from penstock.operate.doctor.fleet import (
     Keys,
     answers_as_gateway,
@@ -46,6 +46,7 @@ from penstock.operate.doctor.fleet import (
 from penstock.operate.doctor.machine import PLANNED, Growth, check_machine
 from penstock.operate.workers import registrations
 from penstock.schemas.errors import ServingError
+from penstock.schemas.fleet import ConnectorUse
 from penstock.schemas.streams import topology
 
 TAIL_BYTES = 512 << 10  # of each log
@@ -415,9 +416,74 @@ def _report(args: argparse.Namespace, examined: Examined, console: Console) -> i
 
 def _print(findings: Sequence[CheckResult], console: Console, *, everything: bool) -> None:
     for each in findings:
-        if everything or each.status is not CheckStatus.ok:
+        if each.use is None and (everything or each.status is not CheckStatus.ok):
             _show(each, console)
-    _sum_up(findings, console, "" if everything else " (--all shows what is in order)")
+    _print_uses([each.use for each in findings if each.use is not None], console, everything=everything)
+    _sum_up(
+        [each for each in findings if each.use is None],
+        console,
+        "" if everything else " (--all shows what is in order)",
+    )
+
+
+_USES = (
+    Column("worker"),
+    Column("role", 3),
+    Column("host", 4),
+    Column("GPU", right=True),
+    Column("memory"),
+    Column("busy", right=True),
+    Column("running", 1, right=True),
+    Column("waiting", right=True),
+    Column("KV in use", 2, right=True),
+    Column("registered", 6, right=True),
+    Column("held", 5, right=True),
+    Column("note"),
+)
+USES_SHOWN = 40  # workers; ``--all`` shows more
+
+
+def _print_uses(uses: Sequence[WorkerUse], console: Console, *, everything: bool) -> None:
+    """A table with a row for each GPU, or for a worker without one. Of many workers, those with a note come first."""
+    if not uses:
+        return
+    shown = uses if everything else sorted(uses, key=lambda each: (not each.note, each.note == "idle"))[:USES_SHOWN]
+    console.print()
+    console.print(fitting_table(_USES, [row for each in shown for row in _use_rows(each)], console.width))
+    if len(uses) > len(shown):
+        console.print(f"and {counted(len(uses) - len(shown), 'worker')} more (--all)", highlight=False)
+    for what in ("hot", "idle"):
+        names = [each.worker for each in uses if each.note.startswith(what)]
+        if names:
+            those = ", ".join(names[:USES_SHOWN]) + (", …" if len(names) > USES_SHOWN else "")
+            console.print(f"{what}: {escape(those)}", highlight=False, soft_wrap=True)
+    console.print()
+
+
+def _handoffs(use: ConnectorUse | None) -> tuple[str, str]:
+    """What a connector has registered, and the blocks that it holds; "?": it does not say."""
+    if use is None:
+        return "-", "-"
+    held = use.pinned_blocks + use.reserved_blocks + use.quarantined_blocks
+    return show_size(use.registered_bytes) if use.registered_bytes >= 0 else "?", f"{held} blocks"
+
+
+def _use_rows(use: WorkerUse) -> Iterator[tuple[str, ...]]:
+    head: tuple[str, ...] = escape(use.worker), use.role, escape(use.host) or "-"
+    tail: tuple[str, ...] = (
+        str(use.running),
+        str(use.waiting),
+        f"{use.used_blocks / use.total_blocks:.0%}" if use.total_blocks else "-",
+        *_handoffs(use.connector),
+        f"[{'red' if use.note.startswith('hot') else 'dim'}]{use.note}[/]",
+    )
+    if not use.gpus:
+        yield *head, "-", "-", "-", *tail
+    for number, gpu in enumerate(use.gpus):
+        memory = f"{show_size(gpu.used_bytes)} of {show_size(gpu.total_bytes)}" if gpu.total_bytes else "?"
+        busy = f"{gpu.busy_percent}%" if gpu.busy_percent >= 0 else "?"
+        read = (str(number), *((f"[red]{escape(gpu.error)}[/]", "?") if gpu.error else (memory, busy)))
+        yield (*head, *read, *tail) if not number else ("", "", "", *read, *[""] * len(tail))
 
 
 def _show(each: CheckResult, console: Console) -> None:

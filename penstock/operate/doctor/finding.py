@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.gateway.http.tls import date_problem
 from penstock.infra.bus.connection import Bus
+from penstock.schemas.fleet import ConnectorUse, GpuUse
 
 
 class CheckStatus(enum.StrEnum):
@@ -21,6 +22,32 @@ class CheckStatus(enum.StrEnum):
     skipped = "skipped"  # could not be checked here
 
 
+class WorkerUse(msgspec.Struct, frozen=True):
+    """What a worker has in use, as it said with the last renewal of its lease.
+
+    Attributes:
+        worker: its name, or id if it has none.
+        running, waiting: sequences; it runs ``slots`` at once.
+        used_blocks: of its ``total_blocks`` of KV, on all ranks.
+        gpus: that it sees, with the use of all processes on them; empty: none, or it cannot say.
+        connector: None: it hands no KV or embeddings to others.
+        note: "hot" with the reason, "idle", "busy without requests", or why it takes none; "": it is at work.
+    """
+
+    worker: str
+    role: str
+    model: str
+    host: str
+    running: int
+    waiting: int
+    slots: int
+    used_blocks: int
+    total_blocks: int
+    gpus: tuple[GpuUse, ...]
+    connector: ConnectorUse | None
+    note: str = ""
+
+
 class CheckResult(msgspec.Struct, frozen=True):
     """One result of one check.
 
@@ -28,12 +55,14 @@ class CheckResult(msgspec.Struct, frozen=True):
         check: its name, the same in every release.
         what: what is the case, in one line.
         fix: what to do; "" if nothing is wrong.
+        use: of a check "resources", which is shown as a row of a table.
     """
 
     check: str
     status: CheckStatus
     what: str
     fix: str = ""
+    use: WorkerUse | None = None
 
 
 def ok(check: str, what: str) -> CheckResult:

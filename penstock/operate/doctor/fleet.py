@@ -5,13 +5,13 @@ import contextlib
 import ipaddress
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.cli.figures import counted, span
+from penstock.cli.figures import counted, show_size, span
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
@@ -19,12 +19,20 @@ from penstock.infra.nats_server.apply_streams import begins_too_late
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_info, request
 from penstock.launch.readiness import _SAMPLE, get, get_url, metrics
 from penstock.launch.state import DeploymentState
-from penstock.operate.doctor.finding import CheckResult, check_gateway_certificate, ok, problem, warning
+from penstock.operate.doctor.finding import (
+    CheckResult,
+    CheckStatus,
+    WorkerUse,
+    check_gateway_certificate,
+    ok,
+    problem,
+    warning,
+)
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
 from penstock.operate.workers import registrations, routers
 from penstock.schemas.audit import KEYS_LOST
 from penstock.schemas.audit import decode as decode_audit
-from penstock.schemas.fleet import Registration, WorkerState
+from penstock.schemas.fleet import ConnectorUse, GpuUse, Registration, WorkerState
 from penstock.schemas.pace import PREFILL, compare
 from penstock.schemas.routers import LostLeases
 
@@ -32,6 +40,10 @@ FULL = 0.95
 LOST_WITHIN_NS = 7 * 86_400_000_000_000  # how old a gateway's entry may be that the keys are lost
 LONG_STEP_MS = 1_000
 UNREAD_S = 30.0  # a request that no router has taken for so long
+FREE = 0.01  # of a GPU's memory: the next allocation may fail
+UNUSED_BYTES = 1 << 30  # a CUDA context takes about half of that
+BUSY_PERCENT = 50  # of a GPU whose workers have nothing to do
+HELD = 0.5  # of a pool, for other workers
 OFTEN = 2  # lost leases of a worker that are a problem
 
 
@@ -218,6 +230,7 @@ async def check_fleet(bus: Bus, state: DeploymentState | None, cell: int = 0) ->
     else:
         findings.append(ok("workers", "none: this cell takes no new requests, and has what it has stored"))
     findings += check_paces(workers)
+    findings += check_resources(workers)
     findings += check_leases(lost_leases(await routers(bus)), workers, time.time_ns())
     findings += await _kv_events(bus, workers, state, cell)
     return findings
@@ -416,6 +429,125 @@ def _uneven(model: str, ready: Sequence[Registration]) -> list[CheckResult]:
         )
         findings.append(warning("uneven load", text, fix))
     return findings
+
+
+def check_resources(workers: Sequence[Registration]) -> list[CheckResult]:
+    """What GPUs and connectors of all workers have in use, and what is wrong with them.
+
+    A finding "resources" for each worker, in order of their names.
+    """
+    findings: list[CheckResult] = []
+    by_gpu: dict[tuple[str, str], list[Registration]] = defaultdict(list)  # workers share GPUs
+    for each in workers:
+        for identity in {gpu.id for gpu in each.load.gpus if gpu.id}:
+            by_gpu[each.host, identity].append(each)
+    full: set[tuple[str, str]] = set()
+    for each in workers:
+        name, gpus = each.name or each.worker, each.load.gpus
+        for number, gpu in enumerate(gpus):
+            where = f"GPU {number} of {name} on {each.host}"
+            if gpu.error:
+                fix = (
+                    "look for Xid errors in the log of that machine's kernel and at `nvidia-smi` there; drain the "
+                    f"worker (`penstock drain {name}`) before the GPU is reset"
+                )
+                findings.append(problem("GPU", f"{where} cannot be read: {gpu.error}", fix))
+            elif gpu.total_bytes - gpu.used_bytes < FREE * gpu.total_bytes and (each.host, gpu.id) not in full:
+                full.add((each.host, gpu.id))
+                text = f"{where} has {show_size(gpu.total_bytes - gpu.used_bytes)} of {show_size(gpu.total_bytes)} free"
+                fix = "leave the engine less (--kv-blocks, or its memory fraction), or end what else runs there"
+                findings.append(warning("GPU memory", text, fix))
+        unused = [
+            gpu for gpu in gpus
+            if gpu.total_bytes and gpu.used_bytes < UNUSED_BYTES and not gpu.busy_percent > 0
+            and len(by_gpu[each.host, gpu.id]) == 1
+        ]  # fmt: skip
+        if 0 < len(unused) < len(gpus):
+            text = f"{name} on {each.host} sees {len(gpus)} GPUs, and {len(unused)} of them have nothing in memory"
+            fix = "start a worker on each (CUDA_VISIBLE_DEVICES), or one over all of them (--tensor-parallel-size)"
+            findings.append(warning("unused GPUs", text, fix))
+        findings += _connector(name, each)
+        findings.append(_use(name, each, by_gpu))
+    return findings
+
+
+def _connector(name: str, worker: Registration) -> list[CheckResult]:
+    use, findings = worker.load.connector, []
+    if use is None:
+        return []
+    if use.quarantined_blocks:
+        text = f"{name}: {counted(use.quarantined_blocks, 'block')} cannot be used until a transfer that failed ends"
+        fix = "look at the network between the machines and at `transfer` in the worker's log; see docs/rdma.md"
+        findings.append(warning("KV transport", text, fix))
+    held, total = use.pinned_blocks + use.reserved_blocks, worker.total_blocks * worker.dp_size
+    if total and held > HELD * total:
+        text = (
+            f"{name} keeps {held} of {counted(total, 'block')} for handoffs: {use.pinned_blocks} for readers, in "
+            f"{counted(use.leases, 'lease')}, and {use.reserved_blocks} for KV that is being read"
+        )
+        fix = "add decode workers if prefill workers keep blocks for readers; else look at the speed of transfers"
+        findings.append(warning("KV transport", text, fix))
+    if 0 < use.buffer_tokens < worker.max_model_len:
+        text = f"{name}: its connector's buffers take prompts of {use.buffer_tokens} tokens, and it accepts more"
+        fix = f"set cache_transceiver_config.max_tokens_in_buffer to {worker.max_model_len}, or lower --max-model-len"
+        findings.append(warning("KV transport", text, fix))
+    return findings
+
+
+def _use(name: str, worker: Registration, by_gpu: Mapping[tuple[str, str], Sequence[Registration]]) -> CheckResult:
+    load = worker.load
+    use = WorkerUse(
+        *(name, worker.role, worker.model, worker.host),
+        *(load.running, load.waiting, worker.slots * worker.dp_size),
+        *(load.used_blocks, worker.total_blocks * worker.dp_size),
+        *(load.gpus, load.connector),
+        _note(worker, by_gpu),
+    )
+    parts = [
+        f"{name} on {use.host or 'an unknown host'}: {use.running} of {use.slots} slots, {use.waiting} waiting",
+        *(f"GPU {number} {show_gpu(gpu)}" for number, gpu in enumerate(use.gpus)),
+        *([show_connector(use.connector)] if use.connector is not None else []),
+        *([use.note] if use.note else []),
+    ]
+    return CheckResult("resources", CheckStatus.ok, "; ".join(parts), use=use)
+
+
+def _note(worker: Registration, by_gpu: Mapping[tuple[str, str], Sequence[Registration]]) -> str:
+    """Hot: there is more to do than it can; idle: there is nothing to do."""
+    load = worker.load
+    if load.waiting and load.running >= worker.slots * worker.dp_size:
+        return "hot: no free slot"
+    if load.waiting and load.used_blocks >= FULL * worker.total_blocks * worker.dp_size:
+        return "hot: no free KV blocks"
+    if worker.leaves or worker.rests:
+        return worker.rests or worker.state.value
+    if load.running or load.waiting:
+        return ""
+    for gpu in load.gpus:
+        sharing = by_gpu.get((worker.host, gpu.id), (worker,))
+        if gpu.busy_percent >= BUSY_PERCENT and not any(each.load.running or each.load.waiting for each in sharing):
+            return "busy without requests"
+    return "idle"
+
+
+def show_gpu(gpu: GpuUse) -> str:
+    """Memory and use of a GPU in a few words."""
+    if gpu.error:
+        return gpu.error
+    memory = f"{show_size(gpu.used_bytes)} of {show_size(gpu.total_bytes)}" if gpu.total_bytes else "memory unknown"
+    return f"{memory}, " + (f"{gpu.busy_percent}% busy" if gpu.busy_percent >= 0 else "use unknown")
+
+
+def show_connector(use: ConnectorUse) -> str:
+    """What a connector holds, in a few words."""
+    parts = [use.name, f"{show_size(use.registered_bytes)} registered" if use.registered_bytes >= 0 else "size unknown"]
+    parts += [f"{show_size(use.buffer_bytes)} in buffers"] if use.buffer_bytes > 0 else []
+    parts += [f"buffers for {use.buffer_tokens} tokens"] if use.buffer_tokens else []
+    parts += [f"{use.transfers} moving"] if use.transfers > 0 else []
+    parts += [f"{use.pinned_blocks} blocks pinned ({counted(use.leases, 'lease')})"] if use.leases else []
+    parts += [f"{use.reserved_blocks} reserved"] if use.reserved_blocks else []
+    parts += [f"{use.quarantined_blocks} in quarantine"] if use.quarantined_blocks else []
+    return ", ".join(parts)
 
 
 async def _kv_events(

@@ -21,6 +21,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import block_hashes, control, jobs, wire
 from penstock.schemas.errors import Code
+from penstock.schemas.fleet import WorkerState
 from penstock.schemas.jobs import Stage
 from penstock.schemas.requests import GenerateRequest, Media, Sampling
 from penstock.schemas.subjects import Subjects
@@ -309,6 +310,7 @@ async def test_a_stalled_transfer_ends_in_time_and_its_blocks_wait_in_quarantine
         assert log.streamed(asked) == answer(asked)
         states = await log.states(asked, "quarantined", "failed")
         assert states[:2] == ["offered", "leased"]
+        assert (await pair.decode.stats()).reserved_blocks == 8
         assert (await pair.decode.stats()).pinned_blocks == 8, "nobody else gets what may still be written to"
         pair.network.resume(agent)  # its late data lands in the quarantined blocks
         await pair.decode.frees_everything()
@@ -343,6 +345,10 @@ async def test_a_lease_that_nobody_comes_for_expires(log: LogClient, pair: Pair)
     await log.send_job(pair.prefill.id, asked, role="prefill", route=nobody)
     await eventually(lambda: pair.prefill.session.runner.disaggregation.open_leases)
     assert (await pair.prefill.stats()).pinned_blocks == 8
+    registered = pair.prefill.session.runner.registration(WorkerState.ready)
+    use, pool = registered.load.connector, registered.transfer.pools["kv"]
+    assert (use.leases, use.pinned_blocks, use.reserved_blocks) == (1, 8, 0)
+    assert use.registered_bytes == pool.blocks * (pool.block_bytes + 4)
     await pair.prefill.frees_everything()
     assert await log.states(asked, "expired") == ["offered", "expired"]
 

@@ -272,6 +272,8 @@ def test_what_happened_is_counted(own: Pair) -> None:
     assert (stats.failures["refused"], stats.failures["stale"], stats.failures["timeout"]) == (1, 1, 0)
     assert (stats.live, stats.quarantined_transfers, stats.quarantined_blocks, stats.peers) == (0, 0, 0, 1)
     assert 0 < stats.seconds < WAIT_S
+    assert stats.registered_bytes == BLOCKS * (BLOCK_BYTES + 4), "the pool and the generations of its blocks"
+    assert stats.buffer_bytes >= 4096, "what generations were read into"
 
 
 def test_a_renewed_agent_has_a_new_name_and_the_same_blocks(own: Pair) -> None:

@@ -101,6 +101,7 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         cached_blocks=pool.cached_blocks,
         free_blocks=pool.free_blocks,
         pinned_blocks=scheduler.reservations.reserved_blocks + scheduler.pinned.block_count,
+        reserved_blocks=scheduler.reservations.reserved_blocks,
         preemptions=report.preemptions,
         hit_tokens=report.hit_tokens,
         prompt_tokens=report.prompt_tokens,

@@ -108,7 +108,8 @@ def from_settings(
             info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
         if resolved.pair:
             offered = layout(api.version, resolved.tree, model.revision)
-            info = msgspec.structs.replace(info, handoff_layout=offered, pair_only=True)
+            backend = f"sglang {resolved.tree['disaggregation_transfer_backend']}"
+            info = msgspec.structs.replace(info, handoff_layout=offered, pair_only=True, connector=backend)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         at = Address(wanted.host, wanted.bootstrap_port)
         wait_s = settings.handoff_lease_s if settings.role == "decode" else 0.0

@@ -332,6 +332,7 @@ def info_of(
     """The engine's sizes and capabilities. ``rank_blocks``: KV blocks of one data-parallel rank."""
     args = resolved.args
     ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
+    moves = args.cache_transceiver_config
     return EngineInfo(
         name="trtllm",
         block_size=args.kv_cache_config.tokens_per_block,
@@ -343,7 +344,9 @@ def info_of(
         kv_events=resolved.kv_events and wanted.worker.publish_events_and_metrics,
         load_seconds=load_seconds,
         dp_size=ranks,
-        handoff_layout=resolved.layout if args.cache_transceiver_config is not None else "",
+        handoff_layout=resolved.layout if moves is not None else "",
+        connector=f"trtllm {moves.backend or 'DEFAULT'}" if moves is not None else "",
+        connector_tokens=(moves.max_tokens_in_buffer or 0) if moves is not None else 0,
         logits_processors=logits_processors,
         constraints=OTHERS_CONSTRAINTS if wanted.constraints and args.guided_decoding_backend == GRAMMARS else (),
         max_batched_tokens=args.max_num_tokens or 0,

@@ -171,6 +171,7 @@ def info_of(
         load_seconds=load_seconds,
         dp_size=ranks,
         handoff_layout=layout(api.version, resolved.tree) if resolved.moves else "",
+        connector=resolved.tree["kv_transfer_config"]["kv_connector"] if resolved.moves else "",
         handoff_memory="cpu" if api.cpu else "cuda",
         max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
     )
