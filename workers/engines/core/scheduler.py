@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from penstock.workers.engines.constraints.token_mask import Matcher
     from penstock.workers.engines.logits.apply import Chain
 
+# A step of prompts that are handed off takes no further one once it has this many tokens. More do not compute faster,
+# but all wait for the last: beside 4,000-token prompts at 60 % load, prompts of 256 wait half as long for first tokens.
+ENOUGH_HANDED_OFF_TOKENS = 2048
 NO_HANDOFF = "KV in two pools or in host memory is not handed off; use --hybrid-kv-cache off --kv-offloading-size 0"
 
 
@@ -283,7 +286,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: list[ScheduledSequence], budget: int) -> None:
         """Admit waiting sequences while there are tokens, slots and blocks for them."""
-        while self.queue and budget and len(self.running) < self._max_running:
+        while self.queue and budget and len(self.running) < self._max_running and not self._enough(plan, budget):
             admission = self.queue.next(self.running.sequences)
             if admission is None:  # until a running sequence or a handoff ends
                 return
@@ -293,6 +296,11 @@ class Scheduler:
             if not planned and self.kv_cache.windows is not None:
                 return
             budget -= planned
+
+    def _enough(self, plan: list[ScheduledSequence], budget: int) -> bool:
+        """Whether all of a plan is handed off after this step, and fills the device already."""
+        planned = self.max_batched_tokens - budget
+        return planned >= ENOUGH_HANDED_OFF_TOKENS and all(scheduled.sequence.pin for scheduled in plan)
 
     def _schedule_chunk(self, plan: list[ScheduledSequence], sequence: Sequence, budget: int) -> int:
         """Plan the next chunk of a sequence's known tokens; returns its size, 0 if it must wait."""

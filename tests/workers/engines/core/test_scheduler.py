@@ -37,6 +37,25 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_ones() -> None:
     ]
 
 
+def test_a_step_of_prompts_for_other_workers_takes_no_more_once_it_fills_the_device() -> None:
+    bench = Bench(total_blocks=2000, max_batched_tokens=8192, max_model_len=4096)
+    for key, length in (("a", 3000), ("b", 1000), ("c", 1500), ("d", 200)):
+        bench.scheduler.submit(request(key, [ord(key)] * length, max_tokens=1, pin=True))
+    shapes = []
+    for _ in range(2):
+        bench.step()
+        shapes.append([slot[0] for slot in bench.shape])
+    assert shapes == [["a"], ["b", "c"]]
+
+
+def test_a_step_of_prompts_that_are_answered_here_takes_all_that_fit() -> None:
+    bench = Bench(total_blocks=2000, max_batched_tokens=8192, max_model_len=4096)
+    for key, length in (("a", 3000), ("b", 1000)):
+        bench.scheduler.submit(request(key, [ord(key)] * length, max_tokens=2))
+    bench.step()
+    assert [slot[0] for slot in bench.shape] == ["a", "b"]
+
+
 def test_slots_are_given_first_come_first_served_and_again_when_one_ends() -> None:
     bench = Bench(max_running=2)
     for key in "abc":
