@@ -1,6 +1,6 @@
 """The native engine beside vLLM, each alone in a process of its own: the same shapes, requests and limits on one GPU.
 
-python -m tests.gpu.beside native vllm [--shape 8b] [--fp8] [--fp8-kv] [--rows 3] [--json FILE]
+python -m tests.gpu.beside native vllm [--shape 8b] [--long] [--fp8] [--fp8-kv] [--rows 3] [--json FILE]
 
 Weights are random, of the same spread in both, so that as many experts are chosen. Answers are greedy and of fixed
 length. A row is timed from the first request to the last answer's
@@ -20,7 +20,10 @@ from typing import Any
 
 ROWS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (512, 128, 128), (64, 2048, 128),
         (64, 512, 1), (16, 2048, 1), (1, 512, 1))  # fmt: skip
-RUNNING, BATCHED, LONGEST, SHARE = 512, 8192, 4096, 0.7
+LONG_ROWS = ((1, 32_000, 64), (8, 32_000, 64), (64, 8192, 64), (4, 32_000, 1), (1, 8192, 1), (1, 128_000, 64))
+RUNNING, BATCHED, SHARE = 512, 8192, 0.7
+longest = 4096  # tokens of a sequence; like the table, set by --long
+table: tuple[tuple[int, int, int], ...] = ROWS
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads")  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -38,7 +41,7 @@ def config(shape: str) -> Any:
     from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
     common: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True)) | {
-        "max_position_embeddings": LONGEST, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "max_position_embeddings": longest, "rope_theta": 500000.0, "tie_word_embeddings": False,
         "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16",
     }  # fmt: skip
     if shape == "moe":
@@ -86,7 +89,7 @@ def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
         NativeOptions(
             max_running=RUNNING,
             max_batched_tokens=BATCHED,
-            max_model_len=LONGEST,
+            max_model_len=longest,
             warm=True,
             kv_dtype="fp8" if fp8_kv else "auto",
         ),
@@ -106,7 +109,7 @@ def vllm(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     folder = tempfile.mkdtemp(prefix="shape-")
     config(shape).save_pretrained(folder)
     engine = LLM(
-        model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LONGEST,
+        model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=longest,
         max_num_seqs=RUNNING, max_num_batched_tokens=BATCHED, gpu_memory_utilization=SHARE, seed=1,
         quantization="fp8" if fp8 else None, kv_cache_dtype="fp8" if fp8_kv else "auto",
     )  # fmt: skip
@@ -135,7 +138,7 @@ def measure(name: str, shape: str, rows: int, fp8: bool, fp8_kv: bool) -> None:
     run(1, 16, 2, 7)
     ready = time.perf_counter() - began
     rates = []
-    for number, (streams, prompt, answer) in enumerate(ROWS[:rows]):
+    for number, (streams, prompt, answer) in enumerate(table[:rows]):
         run(min(streams, 8), prompt, 2, 100 + number)
         seconds = min(run(streams, prompt, answer, 1000 * attempt + number) for attempt in (1, 2))
         rates.append(streams * (answer if answer > 1 else prompt) / seconds)
@@ -153,22 +156,27 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="one engine, in this process")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each engine")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--long", action="store_true", help="the rows with prompts of up to 128,000 tokens")
     asked = parser.parse_args()
+    global longest, table
+    if asked.long:
+        longest, table = 131_072, LONG_ROWS
     if asked.here:
         measure(asked.engines[0], asked.shape, asked.rows, asked.fp8, asked.fp8_kv)
         return
     found = {}
     for name in asked.engines:
         command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--rows", str(asked.rows),
-                   "--here", *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else [])]  # fmt: skip
+                   "--here", *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else []),
+                   *(["--long"] if asked.long else [])]  # fmt: skip
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
             (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"name"'))
             found[name] = json.loads(line)
         except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-            print(f"{name} gave no figures: {error!r}"[:300])
+            print(f"{name} gave no figures but those above: {error!r}"[:300])
     print(f"| streams x prompt -> answer | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
-    for number, (streams, prompt, answer) in enumerate(ROWS[: asked.rows]):
+    for number, (streams, prompt, answer) in enumerate(table[: asked.rows]):
         cells = " | ".join(f"{each['rates'][number]:,.0f}" for each in found.values())
         print(f"| {streams} x {prompt} -> {answer if answer > 1 else '1 (prompt tokens)'} | {cells} |")
     print("ready:", {name: each["ready_s"] for name, each in found.items()})
