@@ -659,6 +659,13 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
             "comma-separated (POST /v1/admin/update_weights)"
         ),
     ] = ()
+    weights_staging: Annotated[
+        str,
+        about(
+            "native: folder for tensors that a trainer sends while workers run, with room for two copies of the "
+            "weights, such as /dev/shm/penstock; each deployment needs its own (POST /v1/admin/update_weights)"
+        ),
+    ] = ""
     sleep_after_s: Annotated[
         float,
         Meta(

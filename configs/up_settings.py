@@ -208,6 +208,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_lora_rank: Annotated[int, _OF_WORKER] = _WORKER.max_lora_rank
     max_cpu_loras: Annotated[int, _OF_WORKER] = _WORKER.max_cpu_loras
     weights_folder: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.weights_folder
+    weights_staging: Annotated[str, _OF_WORKER] = _WORKER.weights_staging
     sleep_after_s: Annotated[float, _OF_WORKER] = _WORKER.sleep_after_s
     share_device: Annotated[str, _OF_WORKER] = _WORKER.share_device
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running

@@ -173,6 +173,23 @@ FINISH = "finish"  # what becomes of requests that run when weights change: they
 CONTINUE = "continue"  # or go on with the new ones; of a pause: they stand still
 
 
+class TensorSource(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A trainer's tensors, which workers are to receive: ``client.weights`` has the other side.
+
+    Attributes:
+        number: of the update that they are of.
+        backend: how they move: ``nccl``, ``gloo`` or ``nixl``.
+        address, port: of the trainer's ``torch.distributed.TCPStore``.
+        ranks: of each worker, by its id, from 1 on. The trainer is rank 0.
+    """
+
+    number: int
+    backend: str
+    address: str
+    port: int
+    ranks: dict[str, int]
+
+
 class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an operator asked of a model's weights while workers ran: a key of the ``weights`` bucket.
 
@@ -185,6 +202,8 @@ class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         running: ``FINISH`` or ``CONTINUE``.
         paused: likewise; "": the model is not paused.
         within_s: for running requests to finish; later the update or pause fails.
+        source: of tensors to be received and kept, apart from what is served; None: of none.
+        received: the weights are those of this revision that were received from a trainer, and of no folder.
     """
 
     model: str
@@ -196,6 +215,8 @@ class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     running: str = FINISH
     paused: str = ""
     within_s: float = 120.0
+    source: TensorSource | None = None
+    received: bool = False
 
 
 class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -206,10 +227,12 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         base: revision of its flags' weights.
         entry: revision of the entry in the ``weights`` bucket that it has followed; 0: none.
         error: why it could not do what that entry asks; "": it has.
-        paused: it starts no request, by that entry.
+        paused: it starts no request: by that entry, or because it lacks the tensors of the last update.
         asleep: its weights are in host memory, and it has no KV cache. It wakes up for a request.
         before: revision whose running requests the last update continued; "": none.
         seconds: that the last update took, or the last way to or from host memory.
+        receives: it takes tensors of a trainer.
+        received: revision of those that it has and does not serve yet; "": none.
     """
 
     update: int = 0
@@ -220,6 +243,8 @@ class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     asleep: bool = False
     before: str = ""
     seconds: float = 0.0
+    receives: bool = False
+    received: str = ""
 
 
 FIXED = WeightsState()  # of a worker whose weights stay as they are

@@ -93,11 +93,11 @@ LEVELS = {
 }
 # What only these folders may name: everything else must start without it.
 CONFINED = {
-    "torch": ("workers/engines", "workers/kv_transfer"),
+    "torch": ("workers/engines", "workers/kv_transfer", "penstock/client/weights"),
     "tensorrt_llm": ("workers/engines/trtllm",),
     "vllm": ("workers/engines/vllm",),
     "sglang": ("workers/engines/sglang",),
-    "nixl": ("workers/kv_transfer/nixl",),
+    "nixl": ("workers/kv_transfer/nixl", "penstock/client/weights"),
     "diffusers": ("workers/engines/diffusion",),
     "llguidance": (
         "infra/constraints/constraint_grammar",

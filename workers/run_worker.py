@@ -117,6 +117,8 @@ def check_settings(settings: WorkerSettings) -> None:
             f"--engine {settings.engine} changes no weights and does not sleep; leave out --weights-folder, "
             "--sleep-after-s and --share-device"
         )
+    if settings.weights_staging and settings.engine != "native":
+        raise ValueError(f"--weights-staging: --engine {settings.engine} takes no tensors of a trainer; leave it out")
     if settings.engine == "openai" and settings.role != "aggregated":
         raise ValueError(f"--engine openai: a server computes whole requests; leave out --role {settings.role}")
     if settings.url and settings.engine != "openai":

@@ -347,6 +347,7 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
         Route("/v1/media/{name}", GeneratedFiles(gateway).get),
         Route("/v1/load_lora_adapter", api.load_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", api.unload_adapter, methods=["POST"]),
+        Route("/v1/admin/weights", api.weights, methods=["GET"]),
         Route("/v1/admin/pause", api.changes(gateway.weights.pause), methods=["POST"]),
         Route("/v1/admin/update_weights", api.changes(gateway.weights.update), methods=["POST"]),
         Route("/v1/admin/resume", api.changes(gateway.weights.resume), methods=["POST"]),
@@ -472,6 +473,10 @@ class _Api:
             return _reply(await change(body, caller_of(request.scope)))
 
         return handle
+
+    async def weights(self, request: Request) -> Response:
+        asked = {"model": request.query_params.get("model", "")}
+        return _reply(await self._gateway.weights.show(msgspec.json.encode(asked), caller_of(request.scope)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         name, caller = request.query_params.get("model", ""), caller_of(request.scope)

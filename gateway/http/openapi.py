@@ -508,6 +508,14 @@ OPERATIONS = (
         errors=_OPERATORS,
     ),
     Operation(
+        "get",
+        "/v1/admin/weights",
+        "The weights of a model's workers; needs an operator's key",
+        response=ModelWeights,
+        parameters=(("model", "query", "which one, where several are served"),),
+        errors=_OPERATORS,
+    ),
+    Operation(
         "post",
         "/v1/admin/pause",
         "Have a model's workers start no requests until they are resumed; new ones wait; needs an operator's key",
@@ -518,7 +526,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/admin/update_weights",
-        "Replace the weights of a model in all its workers by those of a folder; needs an operator's key",
+        "Replace the weights of a model in all its workers by a folder's or a trainer's; needs an operator's key",
         body=UpdateWeights,
         response=ModelWeights,
         errors=_OPERATORS,

@@ -8,7 +8,7 @@ is taken back from all.
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,7 +24,7 @@ from penstock.infra.bus.audit import Auditor
 from penstock.infra.bus.connection import Bus
 from penstock.schemas import control, fleet
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import FINISH, Registration, WeightsEntry
+from penstock.schemas.fleet import FINISH, Registration, TensorSource, WeightsEntry
 from penstock.schemas.subjects import weights_key
 from penstock.schemas.wire import encode
 
@@ -52,12 +52,26 @@ class UpdateWeights(Struct, frozen=True):
     """POST /v1/admin/update_weights."""
 
     path: Annotated[
-        str,
-        Meta(min_length=1, max_length=1024, description="folder of the weights, within the workers' --weights-folder"),
-    ]
+        str, Meta(max_length=1024, description="folder of the weights, within the workers' --weights-folder")
+    ] = ""
     model: Model = ""
     running: Running = "finish"
     timeout_s: Within = 120.0
+    source: Annotated[
+        Literal["folder", "nccl", "gloo", "nixl"],
+        Meta(description="where they come from; all but folder: a trainer's tensors (penstock.client.weights)"),
+    ] = msgspec.field(default="folder", name="from")
+    address: Annotated[str, Meta(max_length=256, description="of the trainer's torch.distributed.TCPStore")] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="likewise")] = 0
+    world_size: Annotated[
+        int, Meta(ge=0, le=1 << 16, description="the trainer and the workers; refused if it is another; 0: any")
+    ] = 0
+
+
+class ShowWeights(Struct, frozen=True):
+    """GET /v1/admin/weights."""
+
+    model: Model = ""
 
 
 class ResumeModel(Struct, frozen=True):
@@ -122,23 +136,34 @@ class WeightsControl:
         async with self._lock:
             return await self._change(model, caller, "resume", 0.0, paused="")
 
-    async def update(self, body: bytes, caller: Caller) -> ModelWeights:
-        """Have all workers of a model compute with the weights of another folder; raises as ``pause``.
+    async def show(self, body: bytes, caller: Caller) -> ModelWeights:
+        """A model's weights as they are; raises as ``pause``."""
+        return self._shown(self._asked(_decode_show, body, caller)[1])
 
-        If one of them cannot, all go back to the weights before.
+    async def update(self, body: bytes, caller: Caller) -> ModelWeights:
+        """Have all workers of a model compute with other weights; raises as ``pause``.
+
+        Those of a folder, or a trainer's tensors, which all workers receive before one computes with them. If one of
+        them cannot, all go back to the weights before.
         """
         asked, model = self._asked(_decode_update, body, caller)
+        if asked.source == "folder" and not asked.path:
+            raise invalid("path", "name the folder of the weights")
+        if asked.source != "folder" and not (asked.address and asked.port):
+            raise invalid("address", "give address and port of the trainer's TCPStore, as penstock.client.weights does")
         async with self._lock:
             number = 1 + max(each.weights.update for _, each in self._workers(model))
             before = await self._entry(model)
-            number = max(number, before.update + 1)
+            number, revision = max(number, before.update + 1), ""
+            if asked.source != "folder":
+                revision = await self._receive(model, caller, asked, number)
             try:
                 done = await self._change(
                     model, caller, "update", asked.timeout_s,
-                    update=number, path=asked.path, revision="", before=self._shown(model).revision,
-                    running=asked.running,
+                    update=number, path=asked.path, revision=revision, received=bool(revision),
+                    before=self._shown(model).revision, running=asked.running,
                 )  # fmt: skip
-                revisions = {each.revision for _, each in self._workers(model)}
+                revisions = {each.revision for _, each in self._workers(model) if each.weights.update == number}
                 if len(revisions) != 1:
                     raise invalid("path", f"workers found different weights in {asked.path!r}: {sorted(revisions)}")
             except ServingError:
@@ -146,11 +171,31 @@ class WeightsControl:
                     await self._change(
                         model, None, "update", asked.timeout_s,
                         update=number + 1, path=before.path, revision=before.revision or before.base, before="",
-                        running=FINISH,
+                        received=before.received, running=FINISH, source=None,
                     )  # fmt: skip
                 raise
-            await self._change(model, None, "update", asked.timeout_s, revision=revisions.pop())
+            await self._change(model, None, "update", asked.timeout_s, revision=revisions.pop(), source=None)
             return done
+
+    async def _receive(self, model: TextModel, caller: Caller, asked: UpdateWeights, number: int) -> str:
+        """Have all workers receive a trainer's tensors; the revision that these are. What they serve stays."""
+        workers = [each for _, each in self._workers(model)]
+        if unable := [each.name or each.worker for each in workers if not each.weights.receives]:
+            raise invalid("from", f"these workers have no --weights-staging, where they receive tensors: {unable}")
+        ranks = {each.worker: rank for rank, each in enumerate(workers, 1)}
+        if asked.world_size not in (0, len(ranks) + 1):
+            raise invalid("world_size", f"it is {len(ranks) + 1}: the trainer, and {len(ranks)} workers")
+        source = TensorSource(number, asked.source, asked.address, asked.port, ranks)
+        try:
+            await self._change(model, caller, "receive", 0.0, needed=ranks, source=source)
+            found = {each.weights.received for _, each in self._workers(model) if each.worker in ranks}
+            if len(found) != 1 or "" in found:
+                raise invalid("from", f"workers received different tensors: revisions {sorted(found)}")
+        except ServingError:
+            with contextlib.suppress(ServingError):
+                await self._change(model, None, "receive", 0.0, source=None)
+            raise
+        return found.pop()
 
     async def sleep(self, body: bytes, caller: Caller) -> ModelWeights:
         """Have a model's workers finish what they run, and move their weights to host memory; raises as ``pause``."""
@@ -211,9 +256,19 @@ class WeightsControl:
         return entry if entry.base == new.base else msgspec.structs.replace(new, update=entry.update)
 
     async def _change(
-        self, model: TextModel, caller: Caller | None, action: str, within_s: float, **fields: Any
+        self,
+        model: TextModel,
+        caller: Caller | None,
+        action: str,
+        within_s: float,
+        needed: Collection[str] = (),
+        **fields: Any,
     ) -> ModelWeights:
-        """Store the entry with other fields, and wait until the workers have done what it says."""
+        """Store the entry with other fields, and wait until the workers have done what it says.
+
+        Args:
+            needed: workers without which it fails.
+        """
         key = weights_key(model.name)
         entry = msgspec.structs.replace(await self._entry(model), within_s=within_s, **fields)
         before = await self._operators.read(key)
@@ -224,9 +279,11 @@ class WeightsControl:
         while True:
             workers = self._workers(model)
             followed = [each for cell, each in workers if each.weights.entry >= stored[cell]]
+            if lost := set(needed) - {each.worker for _, each in workers}:
+                raise ServingError(Code.model_unavailable, f"lost while they received tensors: {sorted(lost)}")
             for each in followed:
                 if each.weights.error:
-                    param = "path" if action == "update" else "timeout_s"
+                    param = {"update": "path", "receive": "from"}.get(action, "timeout_s")
                     raise invalid(param, f"worker {each.worker}: {each.weights.error}")
             if workers and len(followed) == len(workers):
                 return self._shown(model)
@@ -278,6 +335,7 @@ class WeightsControl:
 
 
 _decode_pause = msgspec.json.Decoder(PauseModel).decode
+_decode_show = msgspec.json.Decoder(ShowWeights).decode
 _decode_update = msgspec.json.Decoder(UpdateWeights).decode
 _decode_resume = msgspec.json.Decoder(ResumeModel).decode
 _decode_rest = msgspec.json.Decoder(RestModel).decode

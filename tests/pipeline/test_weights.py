@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.cli.commands import main
+from penstock.client import PenstockError
+from penstock.client.weights import send_weights
 from penstock.infra.model import modeldir
 from tests.adapters import other_weights
 from tests.pipeline.conftest import NewDeployment
@@ -36,10 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deployment(new_deployment: NewDeployment, folder: Path) -> Deployment:
+def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("staging")
+
+
+@pytest.fixture(scope="module")
+def deployment(new_deployment: NewDeployment, folder: Path, staging: Path) -> Deployment:
     return new_deployment(
         *("--engine", "native", "--workers", "2", "--threads", "1", "--block-size", "8", "--api-key", KEY),
-        *("--weights-folder", str(folder)),
+        *("--weights-folder", str(folder), "--weights-staging", str(staging)),
     )
 
 
@@ -71,6 +79,12 @@ class Trained:
         with torch.inference_mode():
             values = self._model(torch.tensor([before + tokens])).logits[0].log_softmax(-1)
         return values[len(before) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+    async def send(self, deployment: Deployment, **more: Any) -> Any:
+        """As a trainer does: its own modules' tensors."""
+        given = {"api_key": KEY, "backend": "gloo", "bucket_bytes": 1 << 20} | more
+        tensors = given.pop("tensors", self._model.state_dict())
+        return await asyncio.to_thread(send_weights, deployment.urls[0], tensors, **given)
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +250,124 @@ async def test_log_probabilities_of_drawn_tokens_are_those_of_a_forward_pass(
     difference = (found - steps["step-1"].logprobs(prompt, tokens)).abs()
     assert (len(tokens), len(found)) == (40, 40)
     assert float(difference.max()) < 1e-3
+
+
+def received(staging: Path) -> list[str]:
+    return sorted(str(each.relative_to(staging)) for each in staging.glob("*/*"))
+
+
+async def test_tensors_of_a_trainer_are_received_by_all_workers_while_they_answer(
+    deployment: Deployment, http: httpx.AsyncClient, steps: dict[str, Trained], prompt: list[int], staging: Path
+) -> None:
+    await change(http, "update_weights", path="step-1")
+    streams = [Stream(http, cache_salt=str(each)) for each in range(4)]
+    await asyncio.gather(*(each.begun() for each in streams))
+    told = await steps["step-2"].send(deployment)
+    assert [await each.task for each in streams] == [steps["step-1"].greedy(prompt, LONG)] * 4
+    assert len({(each["revision"], each["update"]) for each in told["workers"]}) == 1
+    assert told["revision"] not in {each.revision for each in steps.values()}
+    asked = {"count": 40, "temperature": 0.7, "seed": 5, "logprobs": 0}
+    for salt in range(4):
+        tokens, whole = await answered(http, cache_salt=f"sent {salt}", **asked)
+        found = torch.tensor(whole["choices"][0]["logprobs"]["token_logprobs"])
+        assert float((found - steps["step-2"].logprobs(prompt, tokens)).abs().max()) < 1e-3
+    assert not (whole["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+    assert received(staging) == [f"worker-{number}/{told['revision']}" for number in (0, 1)], (
+        "nothing of earlier updates"
+    )
+    again = await steps["step-3"].send(deployment, dtype=torch.bfloat16)
+    assert again["update"] == told["update"] + 1
+    tokens, _ = await answered(http)
+    assert tokens != steps["step-2"].greedy(prompt, COUNT)
+    back = await change(http, "update_weights", path="step-1")
+    assert back["revision"] == steps["step-1"].revision
+    assert not received(staging)
+
+
+async def test_tensors_that_do_not_fit_are_refused_by_name_and_change_nothing(
+    deployment: Deployment, http: httpx.AsyncClient, steps: dict[str, Trained], prompt: list[int]
+) -> None:
+    before = (await change(http, "update_weights", path="step-1"))["revision"]
+    whole = Trained(modeldir.DEMO)._model.state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for tensors, reason in (
+        ({key: each for key, each in whole.items() if key != name}, name),
+        (whole | {name: whole[name][:-1]}, name),
+        (whole | {name: torch.full_like(whole[name], float("nan"))}, "NaN or infinite"),
+    ):
+        with pytest.raises(PenstockError, match=reason):
+            await steps["step-2"].send(deployment, tensors=tensors)
+    with pytest.raises(PenstockError, match="CPU, which NCCL does not reach"):
+        await steps["step-2"].send(deployment, backend="nccl")
+    answer = await http.post("/v1/admin/update_weights", json={"from": "gloo"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "address")
+    trainer = {"from": "gloo", "address": "127.0.0.1", "port": 1, "world_size": 2}
+    answer = await http.post("/v1/admin/update_weights", json=trainer)
+    assert "it is 3: the trainer, and 2 workers" in answer.json()["error"]["message"]
+    assert {each["revision"] for each in (await change(http, "resume"))["workers"]} == {before}
+    assert (await answered(http))[0] == steps["step-1"].greedy(prompt, COUNT)
+
+
+DIES = """
+import os, sys
+from penstock.client import weights
+from transformers import AutoModelForCausalLM
+
+sent = 0
+class Group:
+    def __init__(self, group):
+        self.group = group
+    def broadcast(self, part, root):
+        global sent
+        sent += 1
+        if sent == 3:
+            os._exit(3)
+        return self.group.broadcast(part, root)
+
+made = weights._group
+weights._group = lambda *args: Group(made(*args))
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+weights.send_weights(sys.argv[1], model.state_dict(), api_key=sys.argv[3], backend="gloo", bucket_bytes=1 << 20)
+"""
+
+
+async def test_a_trainer_that_dies_in_mid_update_changes_nothing(
+    deployment: Deployment, http: httpx.AsyncClient, folder: Path, steps: dict[str, Trained], prompt: list[int]
+) -> None:
+    before = await change(http, "update_weights", path="step-1")
+    arguments = (sys.executable, "-c", DIES, deployment.urls[0], str(folder / "step-2"), KEY)
+    trainer = await asyncio.create_subprocess_exec(*arguments)
+    assert await trainer.wait() == 3
+    told = await steps["step-3"].send(deployment)
+    assert told["update"] > before["update"]
+    assert "tensors of the trainer at" in deployment.logs("worker-0")
+    assert (await answered(http))[0] == steps["step-3"].greedy(prompt, COUNT)
+
+
+async def test_a_worker_that_comes_back_has_the_tensors_or_waits_for_the_next(
+    deployment: Deployment, http: httpx.AsyncClient, staging: Path, steps: dict[str, Trained], prompt: list[int]
+) -> None:
+    told = await steps["step-2"].send(deployment)
+    for lost in (False, True):
+        before = pids(deployment)
+        if lost:
+            shutil.rmtree(staging / "worker-0")
+        os.kill(before["worker-0"], signal.SIGKILL)
+
+        async def back(before: dict[str, int] = before, lost: bool = lost) -> bool:
+            found = {each["worker"]: each for each in (await change(http, "resume"))["workers"]}
+            mine = found.get("worker-0")
+            return mine is not None and pids(deployment) != before and mine["paused"] == lost
+
+        await until(back, "it is registered", 90)
+        assert len(await revisions(http)) == 2
+        assert (await revisions(http))["worker-1"] == told["revision"]
+        answers = await asyncio.gather(*(answered(http, cache_salt=f"{lost} {each}") for each in range(4)))
+        assert [tokens for tokens, _ in answers] == [steps["step-2"].greedy(prompt, COUNT)] * 4
+    told = await steps["step-3"].send(deployment)
+    assert [each["paused"] for each in told["workers"]] == [False, False]
+    answers = await asyncio.gather(*(answered(http, cache_salt=str(each)) for each in range(4)))
+    assert [tokens for tokens, _ in answers] == [steps["step-3"].greedy(prompt, COUNT)] * 4
 
 
 async def test_workers_that_sleep_are_woken_by_a_request(

@@ -249,6 +249,22 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_with_received_tensors": (
+        fleet.Registration(
+            *("w", "tiny", "aggregated", "native", 1, 32, 100, 8, 4096),
+            revision="0f",
+            weights=fleet.WeightsState(3, "0a", 8, receives=True, received="0b"),
+        ),
+        fleet.decode,
+    ),
+    "weights_entry_of_tensors": (
+        fleet.WeightsEntry(
+            *("tiny", 3, "", "0a", "0f", "0e"),
+            source=fleet.TensorSource(4, "nccl", "10.0.0.1", 29500, {"w": 1}),
+            received=True,
+        ),
+        fleet.decode_weights,
+    ),
     "weights_entry": (
         fleet.WeightsEntry("tiny", 3, "steps/300", "0a", "0f", "0e", fleet.CONTINUE, fleet.FINISH, 60.0),
         fleet.decode_weights,

@@ -33,7 +33,7 @@ from tests.penstock.log_tools.traces import samples
 from tests.schemas.samples import SAMPLES
 
 GOLDEN = Path(__file__).parent / "golden"
-BY_ROLE = ("pools", "changes", "bounds", "holders", "messages")  # maps, whose keys are no fields
+BY_ROLE = ("pools", "changes", "bounds", "holders", "messages", "ranks")  # maps, whose keys are no fields
 MODULES = sorted(module.name for module in pkgutil.iter_modules(schemas.__path__))
 
 

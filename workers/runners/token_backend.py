@@ -16,6 +16,7 @@ from penstock.infra.model.weight_files import elsewhere
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.text.parsers import families
 from penstock.schemas import block_hashes
+from penstock.schemas.fleet import TensorSource
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import EngineLoop
@@ -26,7 +27,7 @@ from penstock.workers.runners.token_runner import TokenPace, TokenRunner
 from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext
-from penstock.workers.session.weights import DeviceTurn, WeightsTable
+from penstock.workers.session.weights import DeviceTurn, WeightsError, WeightsTable
 
 log = structlog.get_logger("worker")
 
@@ -133,9 +134,23 @@ class TokenBackend:
                 self._events.registration_changed,
                 stays=stays,
                 turn=self._turn,
+                receive=self._receive_tensors if settings.weights_staging else None,
             )
         self._metrics.engine_built(served.name, engine.info)
         return served
+
+    def _receive_tensors(self, source: TensorSource, rank: int, folder: Path) -> None:
+        """
+        Raises:
+            WeightsError: they did not all arrive.
+        """
+        from penstock.workers.engines.native.build import find_device
+        from penstock.workers.kv_transfer.tensors import TensorsLost, receive
+
+        try:
+            receive(source, rank, folder, self._described.path, find_device(self._settings.device))
+        except TensorsLost as error:
+            raise WeightsError(str(error)) from error
 
     def _served_model(self, connection: str) -> ServedModel:
         settings, described = self._settings, self._described

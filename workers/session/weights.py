@@ -12,6 +12,7 @@ wake up holds a second one meanwhile, by which the first learns that it is asked
 import asyncio
 import fcntl
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
@@ -29,7 +30,7 @@ from penstock.infra.model import modeldir, text_files
 from penstock.schemas import block_hashes, done, fleet
 from penstock.schemas.control import Ok, Sleep, Wake
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import CONTINUE, FINISH, WeightsEntry, WeightsState
+from penstock.schemas.fleet import CONTINUE, FINISH, TensorSource, WeightsEntry, WeightsState
 from penstock.schemas.subjects import token, weights_key
 from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines.engine_protocol import Engine, EngineError, RequestError, WeightsEngine
@@ -126,6 +127,8 @@ class WeightsTable:
         changed: publishes the registration again.
         stays: why the KV cache cannot leave the device; "": it can.
         turn: of a shared device, which this worker holds; None: it shares none.
+        receive: receives a trainer's tensors, as of a rank, into a folder, or raises ``WeightsError``; None: none are
+            taken.
     Attributes:
         holds: no request is to be submitted; the runner parks them.
         frozen: nor is anything computed.
@@ -143,6 +146,7 @@ class WeightsTable:
         *,
         stays: str = "",
         turn: DeviceTurn | None = None,
+        receive: Callable[[TensorSource, int, Path], None] | None = None,
     ) -> None:
         self._call = call
         self._settings = settings
@@ -152,8 +156,13 @@ class WeightsTable:
         self._stays = stays
         self._turn = turn
         self._roots = [Path(each).expanduser().resolve() for each in settings.weights_folder]
+        self._receive = receive
+        self._staging = Path(settings.weights_staging).expanduser() / token(settings.name or f"pid-{os.getpid()}")
+        self._source: TensorSource | None = None  # that was received last
+        self._ahead: tuple[str, Any] | None = None  # what was read of a received revision
         self._paused = False
-        self.shown = WeightsState(base=served.revision)
+        self._lacking = False  # tensors of the last update, which cannot be had again
+        self.shown = WeightsState(base=served.revision, receives=receive is not None)
         self._entry: tuple[WeightsEntry, int] | None = None
         self.holds = self.frozen = False
         self.watches = turn is not None or settings.sleep_after_s > 0
@@ -168,8 +177,12 @@ class WeightsTable:
 
     def _show(self, **changes: Any) -> None:
         shown = msgspec.structs.replace(self.shown, **changes)
-        self.shown = msgspec.structs.replace(shown, paused=self._paused or (self.holds and not shown.asleep))
+        self.shown = msgspec.structs.replace(shown, paused=self._stopped or (self.holds and not shown.asleep))
         self.watches = self.watches or shown.asleep
+
+    @property
+    def _stopped(self) -> bool:
+        return self._paused or self._lacking
 
     async def _register(self) -> None:
         if self._registered:
@@ -254,9 +267,12 @@ class WeightsTable:
                 return False
             reason = ""
             try:
+                await self._take(entry.source)
                 if entry.update != self.shown.update or entry.revision not in ("", self._served.revision):
                     await self._update(entry)
                 await self._pause(entry)
+                if entry.source is None:
+                    await self._tidy()
             except (WeightsError, RequestError) as error:
                 reason = str(error)[:MOST_REASON]
                 log.error("weights_failed", update=entry.update, folder=entry.path, error=reason)
@@ -269,6 +285,19 @@ class WeightsTable:
             WeightsError, RequestError: they cannot be replaced; the present ones serve on.
         """
         folder = self._within(entry.path) if entry.path else self._folder
+        if entry.received:
+            folder = self._staging / entry.revision
+            if not folder.is_dir():
+                self._lacking = self.holds = True
+                self._show()
+                log.warning(
+                    "weights_missing",
+                    update=entry.update,
+                    revision=entry.revision,
+                    reason="a trainer sent them while this worker was not there",
+                    action="it takes requests from the next update on: send the weights again",
+                )
+                return
         revision = await asyncio.to_thread(self._revision, folder)
         if entry.revision not in ("", revision):
             raise WeightsError(
@@ -276,7 +305,8 @@ class WeightsTable:
             )
         began = time.monotonic()
         if revision != self._served.revision:
-            read = await self._read(folder)
+            ahead, self._ahead = self._ahead, None
+            read = ahead[1] if ahead is not None and ahead[0] == revision else await self._read(folder)
             if self.shown.asleep:
                 await self._wake_now()
             await self._quiet(entry.running, entry.within_s)
@@ -285,12 +315,56 @@ class WeightsTable:
                 revision = await self._replace(folder, revision, read)
                 if entry.revision not in ("", revision):
                     raise EngineError(f"{folder} changed while it was read, and the weights before are gone")
+                self._lacking = False
             finally:
-                if not self._paused:
+                if not self._stopped:
                     await self._release()
+        elif self._lacking:
+            self._lacking = False
+            if not self._paused:
+                await self._release()
         took = time.monotonic() - began
         self._show(update=entry.update, before=entry.before if entry.running == CONTINUE else "", seconds=took)
         log.info("weights_updated", update=entry.update, revision=revision, folder=str(folder), seconds=round(took, 3))
+
+    async def _take(self, source: TensorSource | None) -> None:
+        """Receive a trainer's tensors, and keep them beside the weights that are served.
+
+        Raises:
+            WeightsError: they did not all arrive, or are not of this model.
+        """
+        assert self._context is not None
+        if source == self._source:
+            return
+        self._source = source
+        if source is None or self._context.id not in source.ranks:
+            return
+        if self._receive is None:
+            raise WeightsError("this worker has no --weights-staging, where tensors are received")
+        await self._tidy()
+        began, folder = time.monotonic(), self._staging / "next"
+        await asyncio.to_thread(self._receive, source, source.ranks[self._context.id], folder)
+        revision = await asyncio.to_thread(self._revision, folder)
+        place = self._staging / revision
+        if revision != self._served.revision or not place.is_dir():
+            await asyncio.to_thread(_replace_folder, folder, place)
+            try:
+                self._ahead = revision, await self._read(place)
+            except RequestError:
+                await asyncio.to_thread(shutil.rmtree, place, True)
+                raise
+        took = round(time.monotonic() - began, 3)
+        self._show(received=revision)
+        log.info("tensors_received", update=source.number, revision=revision, backend=source.backend, seconds=took)
+
+    async def _tidy(self) -> None:
+        """Keep of all that was received what is served, which a restart needs."""
+        self._show(received="")
+        self._ahead = None
+        if self._receive is not None and self._staging.is_dir():
+            for each in await asyncio.to_thread(lambda: list(self._staging.iterdir())):
+                if each.name != self._served.revision:
+                    await asyncio.to_thread(shutil.rmtree, each, True)
 
     async def _read(self, folder: Path) -> Any:
         """
@@ -369,7 +443,7 @@ class WeightsTable:
             log.info("weights_paused", running=entry.paused)
         elif not entry.paused and self._paused:
             self._paused = False
-            if not self.shown.asleep:
+            if not (self.shown.asleep or self._lacking):
                 await self._release()
             self._show()
             log.info("weights_resumed")
@@ -434,7 +508,7 @@ class WeightsTable:
         """Called several times a second: make room for another worker, or sleep because there is nothing to do."""
         assert self._holder is not None
         if self.shown.asleep:
-            if self._holder.parked and not self._paused:
+            if self._holder.parked and not self._stopped:
                 self.wake()
             return
         busy = bool(self._holder.begun() or self._holder.parked)
@@ -463,7 +537,7 @@ class WeightsTable:
                 try:
                     await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).sleep()))
                 except RequestError:
-                    if not self._paused:
+                    if not self._stopped:
                         await self._release()
                     raise
             except (WeightsError, RequestError) as error:
@@ -482,7 +556,7 @@ class WeightsTable:
         async with self._lock:
             if self.shown.asleep:
                 await self._wake_now()
-                if not self._paused:
+                if not self._stopped:
                     await self._release()
         await self._register()
 
@@ -495,6 +569,11 @@ class WeightsTable:
         took = time.monotonic() - began
         self._show(asleep=False, seconds=took)
         log.info("worker_awake", seconds=round(took, 3))
+
+
+def _replace_folder(new: Path, place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    new.rename(place)
 
 
 def _weights_of(engine: Engine) -> WeightsEngine:

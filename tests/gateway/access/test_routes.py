@@ -68,6 +68,7 @@ POLICIES = {
     "GET /v1/messages/batches/{id}/results": "owner",
     "POST /v1/load_lora_adapter": "operator",
     "POST /v1/unload_lora_adapter": "operator",
+    "GET /v1/admin/weights": "operator",
     "POST /v1/admin/pause": "operator",
     "POST /v1/admin/update_weights": "operator",
     "POST /v1/admin/resume": "operator",

@@ -1,0 +1,257 @@
+"""Weights from a trainer's tensors: received into a folder, while the engine computes with those that it has.
+
+The trainer (``client.weights``) offers a safetensors file that it does not have: its header, then the bytes of its
+tensors, in a ``torch.distributed.TCPStore``'s keys and over a process group or NIXL. Keys of the store:
+
+- ``header``: of the file, its length in front. ``bucket``: bytes of a broadcast. ``nixl``: where the tensors are.
+- ``world``, ``joined/<rank>``: set by workers. ``go``: all are there.
+- ``received/<rank>``: set by a worker that has all; what went wrong, "": nothing.
+"""
+
+import base64
+import contextlib
+import functools
+import mmap
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from penstock.schemas.fleet import TensorSource
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer.agent import CopyOp, MemoryRanges, PeerLost, TransferRejected
+from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable
+
+JOIN_S = 60.0  # for the trainer and all workers to be there
+QUIET_S = 60.0  # for one bucket, or for NIXL to finish one part
+WHOLE_S = 3600.0  # for all of them
+LOOK_S = 0.5  # between two looks whether the trainer still is there
+POLL_S = 0.0005
+PART_BYTES = 1 << 30  # that NIXL reads at once
+MOST_HEADER = 100 << 20  # bytes, as safetensors allows
+FILE = "model.safetensors"
+COPIED = ("config.json", "generation_config.json")  # of the model that the tensors are of
+
+
+class TensorsLost(Exception):
+    """They did not all arrive; the text says why. Nothing is kept."""
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Placed(msgspec.Struct, frozen=True):
+    """How NIXL reaches the tensors. ``ranges``: address, bytes, device of each, in the order of their bytes."""
+
+    agent: str
+    metadata: str
+    kind: str
+    ranges: list[tuple[int, int, int]]
+
+
+def receive(source: TensorSource, rank: int, folder: Path, like: Path, device: torch.device) -> None:
+    """Receive tensors into a folder, as a checkpoint of the model whose folder is ``like``.
+
+    Args:
+        rank: of this worker among those that receive.
+        device: that it computes on.
+    Raises:
+        TensorsLost
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    store, library = None, cast(Any, distributed)
+    try:
+        folder.mkdir(parents=True)
+        for name in COPIED:
+            if (like / name).is_file():
+                shutil.copyfile(like / name, folder / name)
+        store = library.TCPStore(
+            source.address, source.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S)
+        )
+        _receive(source, rank, store, folder / FILE, device)
+        store.set(f"received/{rank}", "")
+    except (TensorsLost, TransportUnavailable, TransferRejected, PeerLost, OSError, RuntimeError, ValueError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # the trainer has ended first
+                store.set(f"received/{rank}", reason[:1000])
+        raise TensorsLost(f"tensors of the trainer at {source.address}:{source.port}: {reason}") from error
+
+
+def _receive(source: TensorSource, rank: int, store: Any, file: Path, device: torch.device) -> None:
+    _check_backend(source.backend, device)
+    header = bytes(store.get("header"))
+    size = _size(header)
+    memory = _allocated(file, header, size)
+    try:
+        store.set("world", str(len(source.ranks) + 1))
+        store.set(f"joined/{rank}", "")
+        try:
+            store.wait(["go"], timedelta(seconds=JOIN_S))
+        except RuntimeError as error:
+            raise TensorsLost(f"the trainer has ended, or not all have joined within {JOIN_S:g} s") from error
+        presence = _Presence(store)
+        data = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :]
+        if source.backend == "nixl":
+            _read(store, data, presence)
+        else:
+            _listen(source, rank, store, data, presence, device)
+        del data
+    finally:
+        with contextlib.suppress(BufferError):  # a tensor of a failed call still refers to it
+            memory.close()
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    if backend == "nccl" and device.type != "cuda":
+        raise TensorsLost('this worker computes on a CPU, which NCCL does not reach; send over "gloo"')
+
+
+def _size(header: bytes) -> int:
+    """Bytes of all tensors, by a header that is checked.
+
+    Raises:
+        TensorsLost: it is none, or leaves gaps.
+    """
+    try:
+        found = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
+        found.pop("__metadata__", None)
+        tensors = [msgspec.json.decode(each, type=_Tensor) for each in found.values()]
+    except msgspec.DecodeError as error:
+        raise TensorsLost(f"its header is none of a safetensors file: {error}") from error
+    if int.from_bytes(header[:8], "little") != len(header) - 8 or len(header) > MOST_HEADER:
+        raise TensorsLost(f"its header has {len(header)} bytes, and says something else")
+    end = 0
+    for begin, next_end in sorted(each.data_offsets for each in tensors):
+        if begin != end or next_end < begin:
+            raise TensorsLost(f"its tensors leave a gap at byte {end}")
+        end = next_end
+    return end
+
+
+def _allocated(file: Path, header: bytes, size: int) -> mmap.mmap:
+    """The file in memory, with its header; reserved, as a page that cannot be had would end this process."""
+    whole = len(header) + size
+    with file.open("w+b") as opened:
+        try:
+            os.posix_fallocate(opened.fileno(), 0, whole)
+        except OSError as error:
+            raise TensorsLost(f"{file.parent} has no room for {whole / 1e9:.1f} GB: {error.strerror}") from error
+        memory = mmap.mmap(opened.fileno(), whole)
+    memory[: len(header)] = header
+    return memory
+
+
+class _Presence:
+    """Waits, while the trainer is there."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._until = time.monotonic() + WHOLE_S
+        self._look_at = 0.0
+
+    def wait(self, done: Callable[[], bool], seconds: float, late: str) -> None:
+        """
+        Raises:
+            TensorsLost: it took too long, or the trainer has ended.
+        """
+        until = min(self._until, time.monotonic() + seconds)
+        while not done():
+            now = time.monotonic()
+            if now > until:
+                raise TensorsLost(f"{late} within {seconds:g} s")
+            if now > self._look_at:
+                self._look_at = now + LOOK_S
+                try:
+                    self._store.check(["header"])
+                except RuntimeError as error:
+                    raise TensorsLost("the trainer has ended") from error
+            time.sleep(POLL_S)
+
+
+def _listen(
+    source: TensorSource, rank: int, store: Any, data: Tensor, presence: _Presence, device: torch.device
+) -> None:
+    """Take part in the trainer's broadcasts."""
+    bucket = int(store.get("bucket"))
+    if not 0 < bucket <= 1 << 32:
+        raise TensorsLost(f"buckets of {bucket} bytes; at most 4 GiB are taken")
+    on = device if source.backend == "nccl" else torch.device("cpu")
+    group = _group(source, store, rank)
+    try:
+        with torch.cuda.device(on) if on.type == "cuda" else contextlib.nullcontext():
+            buffer = torch.empty(min(bucket, len(data)), dtype=torch.uint8, device=on)
+            for start in range(0, len(data), bucket):
+                target = data[start : start + bucket]
+                part = buffer[: len(target)]
+                work = group.broadcast(part, 0)
+                presence.wait(work.is_completed, QUIET_S, "a bucket of tensors did not arrive")
+                work.wait()
+                target.copy_(part)
+    finally:
+        if source.backend == "nccl":
+            group.abort()  # a GPU would wait for a trainer that has ended
+
+
+def _group(source: TensorSource, store: Any, rank: int) -> Any:
+    """A process group beside all others of this process, whose waits are bounded by whoever waits."""
+    library: Any = distributed
+    prefixed, size = library.PrefixStore("group", store), len(source.ranks) + 1
+    if source.backend == "nccl":
+        options = library.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=WHOLE_S)  # when it has passed, NCCL's watchdog ends the process
+        return library.ProcessGroupNCCL(prefixed, rank, size, options)
+    with socket.socket(socket.AF_INET6 if ":" in source.address else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((source.address, source.port))  # sends nothing
+        own = way.getsockname()[0]
+    options = library.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=QUIET_S)
+    options._devices = [library.ProcessGroupGloo.create_device(hostname=own)]
+    return library.ProcessGroupGloo(prefixed, rank, size, options)
+
+
+def _read(store: Any, data: Tensor, presence: _Presence) -> None:
+    """Read the trainer's memory."""
+    from penstock.workers.kv_transfer.nixl import NixlAgent, load
+
+    placed = msgspec.json.decode(bytes(store.get("nixl")), type=_Placed)
+    if sum(each[1] for each in placed.ranges) != len(data):
+        raise TensorsLost("the places of its tensors are not as long as they are")
+    at = data.data_ptr()
+    agent = NixlAgent(load(), f"weights-{uuid4().hex}", {"weights": Memory(at, len(data), 1)})
+    try:
+        agent.add(Endpoint(placed.agent, "nixl", metadata=base64.b64decode(placed.metadata)))
+        rows: list[tuple[int, int, int]] = []
+        for address, size, number in placed.ranges:
+            for start in range(0, size, PART_BYTES):
+                rows.append((address + start, min(PART_BYTES, size - start), number))
+        while rows:
+            taken, count = 0, 0
+            while count < len(rows) and (not count or taken + rows[count][1] <= PART_BYTES):
+                taken += rows[count][1]
+                count += 1
+            local = [(at + sum(each[1] for each in rows[:n]), rows[n][1], 0) for n in range(count)]
+            remote = MemoryRanges(placed.kind, np.array(rows[:count], np.uint64))
+            handle = agent.post("READ", placed.agent, CopyOp(MemoryRanges("cpu", np.array(local, np.uint64)), remote))
+            try:
+                presence.wait(functools.partial(agent.done, handle), QUIET_S, "NIXL did not read a part")
+            finally:
+                agent.release(handle)
+            at, rows = at + taken, rows[count:]
+        agent.remove(placed.agent)
+    finally:
+        agent.close()
