@@ -15,7 +15,7 @@ import msgspec
 from penstock.schemas import requests
 from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
-from penstock.schemas.requests import Embedding, GenerateRequest
+from penstock.schemas.requests import Embedding, GenerateRequest, Parsing
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import (
     FAILURES,
@@ -27,17 +27,27 @@ from penstock.schemas.tokens import (
     TokenItem,
 )
 from penstock.schemas.trace import Stamps
-from penstock.schemas.wire import TOKEN_BYTES, content_type, decoder, encode, narrowed, widened
+from penstock.schemas.wire import (
+    TOKEN_BYTES,
+    content_type,
+    decoder,
+    encode,
+    narrowed,
+    pack_tokens,
+    unpack_tokens,
+    widened,
+)
 
 _HEADER_TEXT = 200  # characters of a reason in a header
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Token counts."""
+    """Token counts. ``reasoning``: of ``completion``; -1: unknown."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int = 0
 
 
 def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0) -> Usage:
@@ -47,7 +57,39 @@ def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0
     """
     if request.embedding is not None:  # see there what its "tokens" are
         return Usage(int.from_bytes(outputs[0][:4], "little") if outputs else 0)
-    return Usage(request.prompt_tokens, sum(map(len, outputs)) // 4, cached)
+    counts = [reasoning_tokens(request.parsing, output) for output in outputs]
+    reasoning = -1 if any(count < 0 for count in counts) else sum(counts)
+    return Usage(request.prompt_tokens, sum(map(len, outputs)) // TOKEN_BYTES, cached, reasoning)
+
+
+def reasoning_tokens(parsing: Parsing | None, output: bytes) -> int:
+    """Tokens of a choice's reasoning and its marks, as its parser counts them; -1: only that can tell.
+
+    Counted from the whole output, so that a continuation counts nothing twice. Reasoning that is not closed goes on to
+    the end.
+
+    Args:
+        output: packed u32.
+    """
+    if parsing is None or not parsing.reasoning or not output:
+        return 0
+    if parsing.thoughts is None:
+        return -1
+    if not parsing.thinking:  # white space may come before the mark
+        first = unpack_tokens(output[: 2 * TOKEN_BYTES])
+        if parsing.prefilled or not any(token in parsing.thoughts.opening for token in first):
+            return 0
+    ends = [at for token in parsing.thoughts.closing if (at := _position(output, token)) >= 0]
+    return min(ends) + 1 if ends else len(output) // TOKEN_BYTES
+
+
+def _position(output: bytes, token: int) -> int:
+    """Of the first such token in packed ones; -1: there is none."""
+    mark = pack_tokens((token,))
+    at = output.find(mark)
+    while at % TOKEN_BYTES and at >= 0:
+        at = output.find(mark, at + 1)
+    return at // TOKEN_BYTES
 
 
 class EarlierRevision(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -163,6 +163,13 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, texts=(), lengths=(), queries=())
 
 
+class ThoughtTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The marks around an answer's reasoning, each a token of its own."""
+
+    opening: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
+
+
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the answer's text is parsed. Decided when the request is accepted, so that every gateway does the same.
 
@@ -180,6 +187,7 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     hidden: bool = False  # reasoning is left out of the answer
     joined: bool = False  # reasoning is part of the content, with its marks
     functions: tuple[str, ...] = ()  # names of the tools, for formats in which a name is not marked as one
+    thoughts: ThoughtTokens | None = None  # None: the marks are no single tokens, or it is not known
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -58,6 +58,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         files: pictures and videos that it made.
         router: that placed its last attempt; "": unknown.
         asked: the model that was asked for, where ``model`` ran as its fallback; else "".
+        reasoning_tokens: of ``completion_tokens``; -1: unknown.
     """
 
     id: str
@@ -93,6 +94,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     router: str = ""
     asked: str = ""
     before: tuple[EarlierRevision, ...] = ()
+    reasoning_tokens: int = 0
 
     @property
     def workers(self) -> list[str]:
@@ -299,6 +301,7 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
         sum(len(each.files) for each in event.choices),
         times.router,
         request.asked if request is not None else "",
+        reasoning_tokens=usage.reasoning,
     )
 
 
@@ -327,7 +330,8 @@ def header_of(event: Done, request: GenerateRequest) -> str:
         f"{one.endpoint or '-'} {_word(one.reason)} {_word(one.code)} {_word(one.worker)} {_word(one.model)} "
         f"{_earlier_word(one.earlier_workers) if one.earlier_workers else '-'} "
         f"{_word(one.api_key)} {_word(one.adapter)} {one.files} {one.origin or '-'}"
-        + (f" {_word(one.asked)}" if one.asked else "")
+        + (f" {_word(one.asked)}" if one.asked or one.reasoning_tokens else "")
+        + (f" {one.reasoning_tokens}" if one.reasoning_tokens else "")
     )
 
 
@@ -373,6 +377,7 @@ def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | Non
         counts = [int(word) for word in words[2:10]]
         earlier = _earlier_of(words[16]) if len(words) > 16 else ()
         files = int(words[19]) if len(words) >= SUMMARY_WORDS else 0
+        reasoning = int(words[SUMMARY_WORDS + 1]) if len(words) > SUMMARY_WORDS + 1 else 0
     except ValueError:
         return None
     state: State = words[1]
@@ -403,6 +408,7 @@ def of_headers(subject: str, headers: Mapping[str, str]) -> RequestSummary | Non
         adapter=adapter,
         files=files,
         asked=_text(words[SUMMARY_WORDS]) if len(words) > SUMMARY_WORDS else "",
+        reasoning_tokens=reasoning,
     )
 
 

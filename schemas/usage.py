@@ -31,6 +31,8 @@ class UsageRow(msgspec.Struct, frozen=True, omit_defaults=True):
         requests: that had an answer, or part of one.
         cached: of ``prompt``, tokens whose KV was there.
         images: pictures and videos.
+        reasoning: of ``completion``, tokens of reasoning and its marks.
+        reasoning_unknown: requests whose reasoning is not among these: its marks are no single tokens of their model.
     """
 
     hour: int
@@ -43,6 +45,8 @@ class UsageRow(msgspec.Struct, frozen=True, omit_defaults=True):
     cached: int = 0
     completion: int = 0
     images: int = 0
+    reasoning: int = 0
+    reasoning_unknown: int = 0
 
     @property
     def group(self) -> tuple[int, str, str, str, str]:
@@ -123,6 +127,8 @@ def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSu
         summary.cached_tokens,
         completion,
         summary.files,
+        max(0, summary.reasoning_tokens),
+        int(summary.reasoning_tokens < 0),
     )
     return CountedEnd(seq, time_ns, row)
 
@@ -166,6 +172,8 @@ def added(one: UsageRow, other: UsageRow) -> UsageRow:
         cached=one.cached + other.cached,
         completion=one.completion + other.completion,
         images=one.images + other.images,
+        reasoning=one.reasoning + other.reasoning,
+        reasoning_unknown=one.reasoning_unknown + other.reasoning_unknown,
     )
 
 

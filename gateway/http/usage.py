@@ -26,13 +26,16 @@ _NS = 1_000_000_000
 
 
 class UsageResult(Struct):
-    """``images``: pictures and videos that were made. What was not grouped by is null."""
+    """``images``: pictures and videos that were made. ``num_reasoning_unknown``: requests whose reasoning is not among
+    ``output_reasoning_tokens``, since its marks are no single tokens. What was not grouped by is null."""
 
     input_tokens: int
     input_cached_tokens: int
     output_tokens: int
     num_model_requests: int
     images: int
+    output_reasoning_tokens: int
+    num_reasoning_unknown: int
     project_id: str | None = None
     api_key_id: str | None = None
     model: str | None = None
@@ -163,6 +166,8 @@ def _result(each: UsageSum, groups: list[str]) -> UsageResult:
         total.completion,
         total.requests,
         total.images,
+        total.reasoning,
+        total.reasoning_unknown,
         named.get("project_id"),
         named.get("api_key_id"),
         named.get("model"),

@@ -20,7 +20,8 @@ from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells
 from penstock.schemas import usage
 from penstock.schemas.usage import BY, EVERY, UsageGap, UsageTable, month_of
 
-COUNTS = ("requests", "prompt", "cached", "completion", "images")
+COUNTS = ("requests", "prompt", "cached", "completion", "reasoning", "images")
+FIELDS = (*COUNTS, "reasoning_unknown")  # of JSON and CSV; in the table, "reasoning" says whether all of it is known
 _FORMS = {"hour": "%Y-%m-%d %H:00", "day": "%Y-%m-%d", "month": "%Y-%m"}
 
 
@@ -28,9 +29,10 @@ def run(argv: Sequence[str]) -> int:
     """Print what was used; the exit status."""
     parser = Parser(
         prog="penstock usage",
-        description="show what ended requests used: each once, by the hour in which it ended. Prompt tokens include "
-        "those that were cached. A request that failed before its first token counts nothing. Hours, days and months "
-        "are those of UTC; the counts are kept for 13 months, also of requests that were deleted or not stored.",
+        description="show what ended requests used: each once, by the hour of its end. Cached tokens are part of "
+        "the prompt's, reasoning of the completion's (≥: some models' is unknown). A request that failed before its "
+        "first token counts nothing. Hours, days and months are those of UTC; the counts are kept for 13 months, also "
+        "of requests that were deleted or not stored.",
     )
     parser.add_argument(
         "--by",
@@ -87,7 +89,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
 def _rows(table: UsageTable, by: Sequence[str], every: str) -> Iterator[dict[str, object]]:
     for each in table.sums():
         at = {"time": _time(each.begin_s, every)} if every else {}
-        counts = {name: getattr(each.total, name) for name in COUNTS}
+        counts = {name: getattr(each.total, name) for name in FIELDS}
         yield {**at, **dict(zip(by, each.of, strict=True)), **counts}
 
 
@@ -97,7 +99,7 @@ def _time(at_s: int, every: str) -> str:
 
 def _csv(rows: Sequence[dict[str, object]], by: Sequence[str], every: str) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*(["time"] if every else []), *by, *COUNTS], lineterminator="\n")
+    writer = csv.DictWriter(text, [*(["time"] if every else []), *by, *FIELDS], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -115,7 +117,8 @@ def _print(rows: Sequence[dict[str, object]], by: Sequence[str], every: str, con
         table.add_column(name, justify="right")
     for row in rows:
         groups = [escape(str(row[name])) or "–" for name in names]
-        table.add_row(*groups, *(f"{row[name]:,}" for name in COUNTS))
+        unknown = {"reasoning"} if row["reasoning_unknown"] else set()
+        table.add_row(*groups, *(f"{'≥ ' if name in unknown else ''}{row[name]:,}" for name in COUNTS))
     console.print(table)
 
 

@@ -363,6 +363,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         msgspec.structs.replace(REQUEST, parsing=requests.Parsing("kimi_k2", "kimi_k2", functions=("f", "g"))),
         requests.decode,
     ),
+    "request_whose_marks_of_reasoning_are_tokens": (
+        msgspec.structs.replace(
+            REQUEST, parsing=requests.Parsing("qwen3", thoughts=requests.ThoughtTokens((151667,), (151668,)))
+        ),
+        requests.decode,
+    ),
     "request_for_vectors": (
         requests.GenerateRequest(
             "r",
@@ -526,6 +532,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.Done(REQUEST.id, "small", 2, timings=done.Timings(made_with=done.MadeWith("2f6c", fallback=1))),
         done.decode,
     ),
+    "done_with_reasoning": (done.Done(REQUEST.id, "tiny", 1, "w-1", usage=done.Usage(1, 20, 0, 15)), done.decode),
     "done_with_its_engine": (
         done.Done(
             REQUEST.id, "tiny", 1, timings=done.Timings(made_with=done.MadeWith("2f6c", "vllm", "penstock 0.1.0"))
@@ -665,6 +672,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "tenant_with_limits_per_minute": (
         tenants.Limits(requests_per_minute=60, tokens_per_minute=100_000),
         tenants.decode,
+    ),
+    "usage_part_with_reasoning": (
+        usage.UsagePart(2, 7, rows=(usage.UsageRow(472_222, "acme", "", "tiny", "", 3, 300, 100, 30, 2, 12, 1),)),
+        usage.decode,
     ),
     "usage_part": (
         usage.UsagePart(

@@ -26,16 +26,19 @@ COUNTS = st.integers(0, 2**40)
 
 
 @given(
-    st.builds(Usage, COUNTS, COUNTS, COUNTS),
+    st.builds(Usage, COUNTS, COUNTS, COUNTS, st.integers(-1, 2**40)),
     st.builds(Timings, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS),
     st.text(max_size=20),
     st.sampled_from(["stop", "length", "", "cancelled", "error", "a word\r\nX-Other: 1"]),
     st.sampled_from(["", "worker_lost", "cancelled"]),
+    st.sampled_from(["", "big one"]),
 )
 def test_a_summary_in_headers_is_that_of_the_record_without_what_its_client_wrote(
-    usage: Usage, times: Timings, model: str, reason: str, code: str
+    usage: Usage, times: Timings, model: str, reason: str, code: str, asked: str
 ) -> None:
-    request = msgspec.structs.replace(REQUEST, user="secret-user", client_request_id="secret-id", model=model)
+    request = msgspec.structs.replace(
+        REQUEST, user="secret-user", client_request_id="secret-id", model=model, asked=asked
+    )
     event = Done(
         request.id, model, 2, "w 1", (Outcome(b"secret", reason),), usage, times, code, "secret", "secret-user",
         submitted=encode(request),

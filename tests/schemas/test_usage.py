@@ -72,6 +72,15 @@ def test_a_request_counts_with_its_answer_or_the_part_of_one_that_was_made(event
     assert (row.requests if row is not None else 0) == requests
 
 
+def test_reasoning_is_a_part_of_the_completion_or_unknown() -> None:
+    row, unknown = counted(ended(usage=Usage(10, 9, 4, 7))), counted(ended(usage=Usage(10, 9, 4, -1)))
+    assert row is not None
+    assert unknown is not None
+    assert (row.completion, row.reasoning, row.reasoning_unknown) == (9, 7, 0)
+    both = usage.added(row, unknown)
+    assert (both.completion, both.reasoning, both.reasoning_unknown) == (18, 7, 1)
+
+
 def test_vectors_and_pictures_have_no_completion_tokens() -> None:
     picture = ended(
         choices=(Outcome(pack_tokens([1] * 30), "stop", files=(File("a", "image/png", 9), File("b", "image/png", 9))),),

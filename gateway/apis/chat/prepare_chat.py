@@ -39,7 +39,7 @@ from penstock.gateway.base.request_bodies import (
 from penstock.infra.model.defaults import BARRED
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE
-from penstock.infra.text.parsers.registry import answer_parsing
+from penstock.infra.text.parsers.registry import answer_parsing, thought_tokens
 from penstock.schemas.block_hashes import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import (
@@ -343,9 +343,13 @@ def _parsing(
             "separate_reasoning: false is not supported by models that think in channels (harmony)",
         )
     hidden = body.include_reasoning is False and not joined
-    if not (joined or hidden or context.reasoning_fields):
-        return parsing
-    return msgspec.structs.replace(parsing, names=context.reasoning_fields, hidden=hidden, joined=joined)
+    return msgspec.structs.replace(
+        parsing,
+        names=context.reasoning_fields,
+        hidden=hidden,
+        joined=joined,
+        thoughts=thought_tokens(parsing, context.model.detokenizer) if parsing.reasoning else None,
+    )
 
 
 def _text_of(message: ChatMessage) -> str:

@@ -6,7 +6,7 @@ Reasoning at the beginning of an answer, between two marks.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.infra.text.parsers.delta_builder import REASONING, Delta, DeltaBuilder
+from penstock.infra.text.parsers.delta_builder import BEGUN, CLOSED, REASONING, Delta, DeltaBuilder
 from penstock.infra.text.parsers.families import Thoughts
 from penstock.infra.text.parsers.harmony import HarmonyMarks, read_harmony
 from penstock.infra.text.parsers.reader import NONE, SPACE, Markers, Marks, Reader, Steps
@@ -46,14 +46,18 @@ def read_reasoning(
         joined: reasoning and its marks are part of the content.
     Returns: "", or at the end of the text the calls that ended the reasoning, and what follows them.
     """
+    if in_reasoning:
+        deltas.thought = BEGUN
     space = yield from reader.space()
     opening = yield from reader.literal(*tags.opening)
     if not opening and not in_reasoning:
         if stray := (yield from reader.literal(*tags.closing)):  # of thoughts that the prompt has closed
             _close(deltas, stray, joined=joined)
+            deltas.thought = 0
         else:
             deltas.content(space)
         return ""
+    deltas.thought = BEGUN
     thought = deltas.verbatim if joined else deltas.reasoning
     thought(space + opening if joined else "" if opening else space)
     ends = Markers(*tags.closing, *(tools.openers if tools is not None else ()))
@@ -83,6 +87,7 @@ def read_reasoning(
 
 
 def _close(deltas: DeltaBuilder, mark: str, *, joined: bool) -> None:
+    deltas.thought = CLOSED
     if joined:
         deltas.verbatim(mark)
     else:
@@ -126,13 +131,12 @@ class AnswerParser:
 
     Attributes:
         marks: that are tokens, and come as their characters.
-        reasoning_tokens: pushed so far that reasoning and its marks took.
+        reasoning_tokens: pushed so far that reasoning and its marks took, as ``penstock.schemas.done`` counts them.
     """
 
     __slots__ = (
         "_begins",
         "_deltas",
-        "_in_reasoning",
         "_reader",
         "_steps",
         "_unassigned",
@@ -160,7 +164,6 @@ class AnswerParser:
             marks=form.marks,
         )
         self.marks = form.marks
-        self._in_reasoning = parsing.thinking
         self._unassigned = 0  # tokens before there was anything of an answer
         self.reasoning_tokens = 0
         self._unsearched = max(stop.min_tokens - 1, 0)
@@ -198,16 +201,18 @@ class AnswerParser:
     def feed(self, text: str) -> None:
         """As ``push``; what it adds is returned by the next ``push`` or ``finish``."""
         self._deltas.grew = 0
+        closed = self._deltas.thought == CLOSED
         self._take_in(text)
+        if closed:
+            return
         last = self._deltas.last
-        if not last:
-            self._unassigned += 1
-        elif last == REASONING:
+        if self._deltas.thought or last == REASONING:
             self.reasoning_tokens += 1 + self._unassigned
             self._unassigned = 0
-        elif self._unassigned:  # marks around reasoning without text
-            self.reasoning_tokens += self._unassigned if self._in_reasoning else 0
+        elif last:
             self._unassigned = 0
+        else:
+            self._unassigned += 1
 
     def _take_in(self, text: str) -> None:
         if self._unsearched:

@@ -11,6 +11,7 @@ from penstock.infra.text.parsers.reader import NONE, Marks, Reader
 _SPACE = " \t\r\n"
 
 REASONING, CONTENT, CALL, LAYOUT = 1, 2, 4, 8  # bits of ``DeltaBuilder.grew``
+BEGUN, CLOSED = 1, 2
 
 
 class FunctionDelta(Struct, frozen=True, omit_defaults=True):
@@ -46,6 +47,7 @@ class DeltaBuilder:
         call_open: the last one is not complete.
         grew: what was added since it was last set to 0: REASONING, CONTENT, CALL, or marks and white space (LAYOUT).
         last: what was added last; 0: nothing yet.
+        thought: of reasoning between two marks: BEGUN or CLOSED; 0: there is none so far.
         source: the reader of the last call.
         searching: stop strings count from here on.
         stop: the stop string that was found; nothing is taken in behind it.
@@ -75,6 +77,7 @@ class DeltaBuilder:
         "searching",
         "source",
         "stop",
+        "thought",
     )
 
     def __init__(
@@ -107,6 +110,7 @@ class DeltaBuilder:
         self._tools = tools
         self._limit = 1 if one_call else 1 << 31
         self.calls = self.grew = self.last = 0
+        self.thought = 0
         self.call_open = False
         self.source: Reader | None = None
         self._reasoning_begun = self._content_begun = False  # something non-blank was emitted

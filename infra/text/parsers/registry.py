@@ -19,7 +19,7 @@ from penstock.infra.text.parsers.pythonic_calls import pythonic_calls
 from penstock.infra.text.parsers.reader import NONE, Marks
 from penstock.infra.text.parsers.tool_formats import ContentMarks, TextParameters, ToolFormat
 from penstock.schemas.fleet import Registration
-from penstock.schemas.requests import GenerateRequest, Parsing
+from penstock.schemas.requests import GenerateRequest, Parsing, ThoughtTokens
 
 _READERS = {"json": json_calls, "markup": markup_calls, "notation": notation_calls, "pythonic": pythonic_calls}
 _ID_CHARS = {"short": 9}  # of ids that the format does not write; else "call_" and 24
@@ -165,6 +165,16 @@ class AnswerMarks(NamedTuple):
 def answer_marks(parsing: Parsing, detokenizer: Detokenizer) -> AnswerMarks:
     """For the parser and the text stream of an answer."""
     return _answer_marks(parsing.reasoning, parsing.tools, detokenizer)
+
+
+def thought_tokens(parsing: Parsing, detokenizer: Detokenizer) -> ThoughtTokens | None:
+    """The marks of an answer's reasoning; None: they are no tokens of their own, or the format has channels."""
+    marks = answer_marks(parsing, detokenizer)
+    tags = _format(TABLE.find(parsing.reasoning), TABLE.find(parsing.tools), marks.marks).reasoning
+    ids = {char: token for token, char in marks.shown.items()}
+    if tags is None or not all(mark in ids for mark in (*tags.opening, *tags.closing)):
+        return None
+    return ThoughtTokens(tuple(ids[each] for each in tags.opening), tuple(ids[each] for each in tags.closing))
 
 
 def forget_marks() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.infra.bus.connection import connect
 from tests.pipeline.demo.test_demo_model import TOOLS
+from tests.pipeline.fleet.test_survival import used
 from tests.pipeline.support import Deployment
 
 pytestmark = pytest.mark.timeout(180)
@@ -49,6 +51,21 @@ async def test_a_stop_string_in_a_thought_does_not_end_the_answer(demo: Deployme
         assert all("reasoning_content" in delta for delta in streamed)
         shown = "".join(delta.get("content") or "" for delta in streamed)
         assert shown == whole["choices"][0]["message"]["content"]
+
+
+async def test_the_ledger_has_the_tokens_of_reasoning_that_clients_were_told(demo: Deployment) -> None:
+    bus = await connect(demo.state.nats_url, role="operator", name="test")
+    try:
+        before = await used(bus)
+        told = [(await post(demo, "/v1/chat/completions", {**THINK, "n": n}))["usage"] for n in (1, 2)]
+        after = await used(bus)
+    finally:
+        await bus.close()
+    output = sum(each["completion_tokens"] for each in told)
+    reasoning = sum(each["completion_tokens_details"]["reasoning_tokens"] for each in told)
+    assert 0 < reasoning < output
+    assert (after.completion - before.completion, after.reasoning - before.reasoning) == (output, reasoning)
+    assert after.reasoning_unknown == before.reasoning_unknown
 
 
 async def test_nor_does_it_in_the_other_apis(demo: Deployment) -> None:

@@ -20,7 +20,7 @@ from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import contents, done, fleet, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import failure_in
-from penstock.schemas.requests import Fallback, GenerateRequest, Sampling, fallen_back
+from penstock.schemas.requests import Fallback, GenerateRequest, Parsing, Sampling, ThoughtTokens, fallen_back
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import ANOTHER_MODEL, Finish
 from penstock.schemas.trace import Trace
@@ -304,6 +304,9 @@ async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
 ) -> None:
     asked = request(n=2, sampling=DRAWN)
     whole = [answer(asked, choice=choice) for choice in range(2)]
+    closing = whole[0][4]  # of the thoughts of the first choice; cuts are in them and behind them
+    thoughts = Parsing("basic", thinking=True, thoughts=ThoughtTokens((), (closing,)))
+    asked = msgspec.structs.replace(asked, parsing=thoughts)
     resume = (wire.pack_tokens(whole[0][:cut]), b"")
     await log.publish_tokens(asked, 1, whole[0][:cut])
     await log.send_job(worker.id, asked, attempt=2, resume=resume)
@@ -311,6 +314,7 @@ async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
     assert [ids(outcome.tokens) for outcome in end.choices] == whole
     assert end.attempt == 2
     assert end.usage.completion == 16
+    assert end.usage.reasoning == sum([*tokens, closing].index(closing) + (closing in tokens) for tokens in whole)
     assert [log.streamed(asked, choice) for choice in range(2)] == whole
     again = [item for item in log.items if item.attempt == 2]
     firsts = [min(item.first for item in again if item.choice == choice) for choice in range(2)]

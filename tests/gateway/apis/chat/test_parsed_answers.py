@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 
@@ -18,8 +19,9 @@ from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.registry import ParserNames, stop_search
+from penstock.schemas.done import reasoning_tokens, usage_of
 from penstock.schemas.errors import ServingError
-from penstock.schemas.requests import GenerateRequest, Parsing
+from penstock.schemas.requests import GenerateRequest, Parsing, ThoughtTokens
 from penstock.schemas.tokens import Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 from tests.properties import examples
@@ -29,6 +31,7 @@ STOP = Finish("stop")
 NOW = 1_700_000_000 * 10**9
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"properties": {}}}}
+THOUGHTS = ThoughtTokens((1272,), (1273,))  # <think> and </think> are tokens of the demo's vocabulary
 ANSWER = f"<think>\nThe weather.\n</think>\n\nI look.\n{CALL}\n{CALL}"
 
 
@@ -111,7 +114,7 @@ def whole(asked: GenerateRequest, model: ModelDir, items: list[TokenItem]) -> di
 
 def test_thoughts_content_and_calls_are_streamed_apart(demo: PrepareContext) -> None:
     asked, items = request(demo), answer(demo.model, ANSWER)
-    assert asked.parsing == Parsing("basic", "hermes")
+    assert asked.parsing == Parsing("basic", "hermes", thoughts=THOUGHTS)
     parsed = chunks(StreamRenderer(asked, demo.model.detokenizer).push(items))
     message = added(parsed)
     assert message == whole(asked, demo.model, items)
@@ -254,7 +257,7 @@ def test_the_usage_of_a_chat_counts_the_tokens_of_its_reasoning(demo: PrepareCon
     assert thought_tokens(asked, demo.model, answer(demo.model, "4")) == 0
     assert thought_tokens(asked, demo.model, answer(demo.model, CALL)) == 0
     thought = thought_tokens(asked, demo.model, answer(demo.model, ANSWER))
-    assert count("<think>\nThe weather.\n</think>") <= thought <= count("<think>\nThe weather.\n</think>\n\n")
+    assert thought == count("<think>\nThe weather.\n</think>")
     hidden = request(demo, include_reasoning=False)
     assert thought_tokens(hidden, demo.model, answer(demo.model, ANSWER)) == thought
     cut = answer(demo.model, "<think>\nThe weather", Finish("length"))
@@ -262,6 +265,36 @@ def test_the_usage_of_a_chat_counts_the_tokens_of_its_reasoning(demo: PrepareCon
     segments = SegmentedAnswer(asked, demo.model.detokenizer)
     segments.push(answer(demo.model, ANSWER))
     assert segments.reasoning_tokens == thought
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "\n", " ", "The weather", "a <", CALL, "é🦊"]), max_size=8),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_record_counts_reasoning_as_clients_see_it(
+    demo: PrepareContext, parts: list[str], thinking: bool, joined: bool
+) -> None:
+    text = "".join(parts)
+    asked = request(demo, separate_reasoning=not joined)
+    assert asked.parsing is not None
+    asked = structs.replace(asked, parsing=structs.replace(asked.parsing, thinking=thinking))
+    items = answer(demo.model, text + "." if text else "x")
+    output = b"".join(bytes(item.tokens) for item in items)
+    lead = text.split("<think>")[0]
+    if not thinking and not lead.strip() and len(demo.model.tokenizer.encode(lead).ids) > 1:
+        return  # white space of several tokens comes before the mark
+    assert usage_of(asked, [output, output]).reasoning == 2 * thought_tokens(asked, demo.model, items)
+
+
+def test_reasoning_whose_marks_are_no_tokens_is_unknown_to_the_record(demo: PrepareContext) -> None:
+    asked = request(demo._replace(parsers=ParserNames("granite", "")))
+    assert asked.parsing is not None
+    assert asked.parsing.thoughts is None
+    assert usage_of(asked, [pack_tokens([5, 6]), b""]).reasoning == -1
+    assert reasoning_tokens(None, pack_tokens([1272, 5])) == 0
+    aligned = pack_tokens([1272, 1273 << 8, 5, 1273])  # whose bytes have the mark between two tokens
+    assert reasoning_tokens(Parsing("basic", thoughts=THOUGHTS), aligned) == 4
 
 
 def test_every_chunk_has_the_usage_so_far_if_asked_for(demo: PrepareContext) -> None:
@@ -370,7 +403,7 @@ def test_a_call_that_the_limit_cut_off_before_its_arguments_is_not_shown_as_text
 
 def test_a_prompt_that_ends_in_thoughts_makes_the_answer_begin_in_them(demo: PrepareContext) -> None:
     asked = request(demo, chat_template_kwargs={"enable_thinking": True}, tools=None)
-    assert asked.parsing == Parsing("basic", thinking=True)
+    assert asked.parsing == Parsing("basic", thinking=True, thoughts=THOUGHTS)
     items = answer(demo.model, "So.\n</think>\n\n4")
     assert whole(asked, demo.model, items)["reasoning_content"] == "So."
 
@@ -378,7 +411,7 @@ def test_a_prompt_that_ends_in_thoughts_makes_the_answer_begin_in_them(demo: Pre
 def test_without_tools_calls_stay_text(demo: PrepareContext) -> None:
     for options in ({"tools": None}, {"tool_choice": "none"}):
         asked = request(demo, **options)
-        assert asked.parsing == Parsing("basic")
+        assert asked.parsing == Parsing("basic", thoughts=THOUGHTS)
         message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(answer(demo.model, CALL))))
         assert (message["content"], message["finish"]) == (CALL, "stop")
     assert request(demo._replace(parsers=None)).parsing is None
