@@ -239,7 +239,8 @@ class _Placed:
         kind = "VRAM" if kinds == {"cuda"} else "DRAM"
         if kind == "VRAM":
             torch.cuda.synchronize()
-        self._registered = agent.register_memory([(*each, "") for each in ranges], mem_type=kind)
+        once = [(*each, "") for each in dict.fromkeys(ranges)]  # tied ones twice would crash when they are given back
+        self._registered = agent.register_memory(once, mem_type=kind)
         self.described = json.dumps(
             {
                 "agent": agent.name,

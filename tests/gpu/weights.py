@@ -1,50 +1,77 @@
-"""Weights that change on a GPU: seconds to sleep, to wake up and to update, memory meanwhile, and answers behind each.
+"""Weights that change on a GPU: seconds to sleep, wake up and update, from a folder and from another process.
 
-python -m tests.gpu.weights [--layers 32] [--small]    (--small: the demo model, also on a CPU)
+python -m tests.gpu.weights [--layers 32] [--backends nccl,nixl,gloo] [--small]    (--small: on a CPU, too)
+
+The trainer is a process of its own: over gloo and NIXL on the same GPU, over NCCL on the next one, if there is one. It
+computes log-probabilities of the engine's sampled tokens again, in bfloat16, by ``transformers``. Parts that no longer
+fit into --budget-s are left out and said so; the last line and the status say whether all that ran was right.
 """
 
 import argparse
+import json
+import shutil
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from penstock.client.weights import send_weights
 from penstock.infra.model.modeldir import DEMO
+from penstock.schemas.fleet import TensorSource
+from penstock.schemas.requests import Sampling
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import Output
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
-from tests.adapters import other_weights
+from penstock.workers.kv_transfer.tensors import receive
 from tests.gpu.native import LLAMA_8B, ask, large
 
 GIB = 1 << 30
+MEAN, MOST = 0.01, 0.1  # of the differences of log-probabilities
+DRAWN = Sampling(temperature=0.8, seed=3, logprobs=0)
+BEGAN = time.perf_counter()
 
 
-def folders(asked: argparse.Namespace, home: Path) -> tuple[Path, Path]:
-    """Of one model with two sets of random weights."""
-    if asked.small:
-        return DEMO, other_weights(DEMO, home / "other")
-    made = []
-    for name in ("one", "two"):
-        config = type(LLAMA_8B)(**LLAMA_8B.to_dict() | {"num_hidden_layers": asked.layers})
-        large(config).save_pretrained(home / name)
-        torch.cuda.empty_cache()
-        made.append(home / name)
-    return made[0], made[1]
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGAN:6.1f} s] {text}", flush=True)
 
 
-def answers(engine: ScheduledEngine) -> dict[object, list[int]]:
-    for request in ask(8, 200, 32, 1000, seed=1):
+def shape(layers: int) -> Any:
+    return type(LLAMA_8B)(**LLAMA_8B.to_dict() | {"num_hidden_layers": layers})
+
+
+def place(size: int) -> str:
+    """Where files of so many bytes fit, host memory first."""
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        if Path(folder).is_dir() and shutil.disk_usage(folder).free > size:
+            return folder
+    raise SystemExit(f"no folder has room for {size / GIB:.0f} GiB: lower --layers")
+
+
+def outputs(engine: ScheduledEngine, sampling: Sampling | None = None, count: int = 8) -> dict[Any, list[Output]]:
+    for request in ask(count, 200, 32, 1000, 1, *([sampling] if sampling else [])):
         engine.submit(request)
-    found: dict[object, list[int]] = {}
+    found: dict[Any, list[Output]] = {}
     while engine.has_work():
         for output in engine.step().outputs:
-            found.setdefault(output.key, []).append(output.token)
+            found.setdefault(output.key, []).append(output)
     return found
 
 
-def timed(what: str, work: Callable[[], None]) -> None:
+def answers(engine: ScheduledEngine) -> dict[Any, list[int]]:
+    return {key: [each.token for each in found] for key, found in outputs(engine).items()}
+
+
+def timed(what: str, work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
     used = ""
@@ -52,7 +79,117 @@ def timed(what: str, work: Callable[[], None]) -> None:
         torch.cuda.synchronize()
         free, whole = torch.cuda.mem_get_info()
         used = f", {(whole - free) / GIB:.1f} GiB of the device are used"
-    print(f"{what}: {time.perf_counter() - began:.2f} s{used}", flush=True)
+    took = time.perf_counter() - began
+    say(f"{what}: {took:.2f} s{used}")
+    return took
+
+
+def update(engine: ScheduledEngine, folder: Path) -> None:
+    weights, read = engine.weights, []
+    assert weights is not None
+    timed("  read and checked, while the engine computes", lambda: read.append(weights.read(folder)))
+    weights.hold()
+    timed("  put in place, while it stands still", lambda: weights.replace(read[0], lambda key, generated: b"another"))
+    weights.proceed()
+
+
+class Served:
+    """An engine behind the one endpoint that a trainer calls."""
+
+    def __init__(self, engine: ScheduledEngine, model: Path, staging: Path, device: torch.device) -> None:
+        self.engine, self.model, self.staging, self.device = engine, model, staging, device
+
+    def update(self, asked: dict[str, Any]) -> dict[str, Any]:
+        source = TensorSource(1, asked["from"], asked["address"], asked["port"], {"w": 1})
+        timed(
+            f"  received over {source.backend}, while the engine computes",
+            lambda: receive(source, 1, self.staging, self.model, self.device),
+        )
+        update(self.engine, self.staging)
+        requests = {each.key: list(each.prompt) for each in ask(8, 200, 32, 1000, 1)}
+        sampled = outputs(self.engine, DRAWN).items()
+        return {"samples": [[requests[key], *_drawn(found)] for key, found in sampled]}
+
+
+def _drawn(found: list[Output]) -> tuple[list[int], list[float]]:
+    return [each.token for each in found], [each.logprob.logprob for each in found if each.logprob is not None]
+
+
+@contextmanager
+def serving(served: Served) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            try:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                status, answer = 200, served.update(json.loads(body))
+            except Exception as error:
+                status, answer = 500, {"error": {"code": "internal_error", "message": repr(error)}}
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def trainer(url: str, backend: str, layers: int, device: str, small: bool) -> bool:
+    """The other process: sends its tensors, and recomputes what the engine says of its tokens."""
+    torch.manual_seed(5)
+    if small:
+        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).to(device)
+        for each in model.parameters():
+            each.data += 0.02 * torch.randn_like(each)
+    else:
+        model = large(shape(layers), device)
+        model.set_attn_implementation("sdpa")
+    size = sum(each.nbytes for each in model.state_dict().values())
+    began = time.perf_counter()
+    answer = send_weights(url, model.state_dict(), backend=backend, timeout_s=60)  # type: ignore[arg-type]
+    took = time.perf_counter() - began
+    print(
+        f"           trainer on {device}: {size / GIB:.1f} GiB sent over {backend} and served in {took:.2f} s",
+        flush=True,
+    )
+    apart = []
+    with torch.inference_mode():
+        for prompt, tokens, said in answer["samples"]:
+            values = model(torch.tensor([prompt + tokens], device=device)).logits[0].float().log_softmax(-1)
+            found = values[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens, device=device)[:, None])[:, 0]
+            apart.append((found.cpu() - torch.tensor(said)).abs())
+    every = torch.cat(apart)
+    mean, most = float(every.mean()), float(every.max())
+    print(
+        f"           log-probabilities of {len(every)} sampled tokens, from the trainer's: mean difference {mean:.5f} "
+        f"(at most {MEAN}), largest {most:.4f} (at most {MOST})",
+        flush=True,
+    )
+    return mean <= MEAN and most <= MOST
+
+
+def send(served: Served, backend: str, asked: argparse.Namespace, left_s: float) -> bool:
+    device = "cpu" if not torch.cuda.is_available() else "cuda:1" if backend == "nccl" else "cuda:0"
+    with serving(served) as url:
+        arguments = ["--trainer", url, "--backends", backend, "--layers", str(asked.layers), "--device", device]
+        try:
+            child = subprocess.run(
+                [sys.executable, "-m", "tests.gpu.weights", *arguments, *(["--small"] if asked.small else [])],
+                timeout=max(20.0, left_s),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            say(f"{backend}: the trainer did not end in time")
+            return False
+    return child.returncode == 0
 
 
 def main() -> bool:
@@ -60,35 +197,78 @@ def main() -> bool:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--quantization", default="")
+    parser.add_argument("--backends", default="nccl,nixl,gloo", help="those that cannot be used here are left out")
+    parser.add_argument("--budget-s", type=float, default=170.0)
+    parser.add_argument("--trainer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.trainer:
+        return trainer(asked.trainer, asked.backends, asked.layers, asked.device, asked.small)
     options = NativeOptions(warm=True, kv_blocks=2000, max_running=64, quantization=asked.quantization)
-    with tempfile.TemporaryDirectory() as home:
-        one, two = folders(asked, Path(home))
-        engines: list[ScheduledEngine] = []
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 0 if asked.small else 2 * (asked.layers * 440 + 2200) << 20
+    right = {}
+    with tempfile.TemporaryDirectory(dir=place(size + GIB)) as home:
+        one, staging, engines = DEMO, Path(home) / "received", list[ScheduledEngine]()
+        if not asked.small:
+            one = Path(home) / "one"
+            timed(f"random weights written to {home}", lambda: large(shape(asked.layers)).save_pretrained(one))
+            torch.cuda.empty_cache()
         timed("start", lambda: engines.append(build(str(one), options)))
-        engine = engines.pop()
+        engine = engines[0]
         weights, before = engine.weights, answers(engine)
+        timed("first token of a prompt of 200", lambda: first(engine))
         assert weights is not None
         weights.hold()
         for _ in range(2):
             timed("sleep", weights.sleep)
             timed("wake", weights.wake)
         weights.proceed()
-        slept = answers(engine) == before
-        weights.hold()
-        timed("update", lambda: weights.replace(two, lambda key, generated: b"another"))
-        weights.proceed()
-        updated = answers(engine)
-        weights.hold()
-        weights.sleep()
-        weights.wake()
-        weights.proceed()
-        again = answers(engine) == updated
+        timed("first token behind it", lambda: first(engine))
+        right["as before, after sleep"] = answers(engine) == before
+        changed = None
+        for backend in asked.backends.split(","):
+            if reason := unusable(backend):
+                say(f"{backend}: left out, {reason}")
+                continue
+            left = asked.budget_s - (time.perf_counter() - BEGAN)
+            if left < 25:
+                say(f"{backend}: left out, {left:.0f} s are left of --budget-s")
+                continue
+            say(f"tensors of a second process over {backend}:")
+            served = Served(engine, one, staging, device)
+            right[f"log-probabilities over {backend}"] = send(served, backend, asked, left)
+            now = answers(engine)
+            right[f"other answers over {backend}"] = now != before and changed in (None, now)
+            changed = now
+            say("update from a folder, back:")
+            update(engine, one)
+            right[f"as before, back from {backend}"] = answers(engine) == before
         engine.close()
-        timed("start with the other weights", lambda: engines.append(build(str(two), options)))
-        fresh = answers(engines[0]) == updated
-    print(f"as before after sleep: {slept}, as a new engine after the update: {fresh}, and after sleep then: {again}")
-    return slept and fresh and again and updated != before
+    for what, good in right.items():
+        say(f"{what}: {'right' if good else 'WRONG'}")
+    return all(right.values())
+
+
+def first(engine: ScheduledEngine) -> None:
+    outputs_of = ask(1, 200, 1, 1000, 9)
+    engine.submit(outputs_of[0])
+    while engine.has_work():
+        engine.step()
+
+
+def unusable(backend: str) -> str:
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        return "NCCL needs a second GPU for the trainer"
+    if backend == "nixl":
+        from penstock.workers.kv_transfer.nixl import load
+        from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable
+
+        try:
+            load()
+        except TransportUnavailable as error:
+            return str(error)
+    return ""
 
 
 if __name__ == "__main__":

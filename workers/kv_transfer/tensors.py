@@ -37,7 +37,7 @@ QUIET_S = 60.0  # for one bucket, or for NIXL to finish one part
 WHOLE_S = 3600.0  # for all of them
 LOOK_S = 0.5  # between two looks whether the trainer still is there
 POLL_S = 0.0005
-PART_BYTES = 1 << 30  # that NIXL reads at once
+PART_BYTES = 256 << 20  # that NIXL reads at once
 MOST_HEADER = 100 << 20  # bytes, as safetensors allows
 FILE = "model.safetensors"
 COPIED = ("config.json", "generation_config.json")  # of the model that the tensors are of
@@ -107,7 +107,7 @@ def _receive(source: TensorSource, rank: int, store: Any, file: Path, device: to
         presence = _Presence(store)
         data = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :]
         if source.backend == "nixl":
-            _read(store, data, presence)
+            _read(store, data, presence, device)
         else:
             _listen(source, rank, store, data, presence, device)
         del data
@@ -224,34 +224,53 @@ def _group(source: TensorSource, store: Any, rank: int) -> Any:
     return library.ProcessGroupGloo(prefixed, rank, size, options)
 
 
-def _read(store: Any, data: Tensor, presence: _Presence) -> None:
-    """Read the trainer's memory."""
-    from penstock.workers.kv_transfer.nixl import NixlAgent, load
+def _read(store: Any, data: Tensor, presence: _Presence, device: torch.device) -> None:
+    """Read the trainer's memory; of a GPU through a part of this one's, as between two processes' caches."""
+    from penstock.workers.kv_transfer.nixl import NixlAgent, load, use_device
 
     placed = msgspec.json.decode(bytes(store.get("nixl")), type=_Placed)
     if sum(each[1] for each in placed.ranges) != len(data):
         raise TensorsLost("the places of its tensors are not as long as they are")
-    at = data.data_ptr()
-    agent = NixlAgent(load(), f"weights-{uuid4().hex}", {"weights": Memory(at, len(data), 1)})
+    on = device if placed.kind == "cuda" and device.type == "cuda" else torch.device("cpu")
+    if on.type == "cuda":
+        use_device({on.index or 0})  # of this thread, whose transfers would have no context
+    buffer = torch.empty(min(PART_BYTES, len(data)), dtype=torch.uint8, device=on)
+    memory = Memory(buffer.data_ptr(), len(buffer), 1, on.type, on.index or 0)
+    agent = NixlAgent(load(), f"weights-{uuid4().hex}", {"weights": memory})
     try:
         agent.add(Endpoint(placed.agent, "nixl", metadata=base64.b64decode(placed.metadata)))
-        rows: list[tuple[int, int, int]] = []
-        for address, size, number in placed.ranges:
-            for start in range(0, size, PART_BYTES):
-                rows.append((address + start, min(PART_BYTES, size - start), number))
-        while rows:
-            taken, count = 0, 0
-            while count < len(rows) and (not count or taken + rows[count][1] <= PART_BYTES):
-                taken += rows[count][1]
-                count += 1
-            local = [(at + sum(each[1] for each in rows[:n]), rows[n][1], 0) for n in range(count)]
-            remote = MemoryRanges(placed.kind, np.array(rows[:count], np.uint64))
-            handle = agent.post("READ", placed.agent, CopyOp(MemoryRanges("cpu", np.array(local, np.uint64)), remote))
-            try:
-                presence.wait(functools.partial(agent.done, handle), QUIET_S, "NIXL did not read a part")
-            finally:
-                agent.release(handle)
-            at, rows = at + taken, rows[count:]
+        done, part, filled = 0, list[tuple[int, int, int]](), 0
+        rows = [
+            (address + start, min(len(buffer), size - start), number)
+            for address, size, number in placed.ranges
+            for start in range(0, size, len(buffer))
+        ]
+        for row, after in zip(rows, [*rows[1:], None], strict=True):
+            part.append(row)
+            filled += row[1]
+            if after is not None and filled + after[1] <= len(buffer):
+                continue
+            _read_part(agent, placed, part, memory, presence)
+            data[done : done + filled].copy_(buffer[:filled])
+            done, part, filled = done + filled, [], 0
         agent.remove(placed.agent)
     finally:
         agent.close()
+
+
+def _read_part(
+    agent: Any, placed: _Placed, part: list[tuple[int, int, int]], memory: Memory, presence: _Presence
+) -> None:
+    """Ranges of the trainer's memory, one behind the other."""
+    at, local = memory.base, []
+    for _, size, _ in part:
+        local.append((at, size, memory.device))
+        at += size
+    ranges = (
+        MemoryRanges(kind, np.array(rows, np.uint64)) for kind, rows in ((memory.kind, local), (placed.kind, part))
+    )
+    handle = agent.post("READ", placed.agent, CopyOp(*ranges))
+    try:
+        presence.wait(functools.partial(agent.done, handle), QUIET_S, "NIXL did not read a part")
+    finally:
+        agent.release(handle)
