@@ -50,6 +50,20 @@ class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
     """Bring the weights back. Answered with Ok at once; the registration says when it is awake."""
 
 
+class RecordTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="record_trace"):
+    """Record a trace of the engine's steps for some seconds, while it serves. Then answered with RecordedTrace."""
+
+    seconds: float = 2.0
+
+
+class RecordedTrace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the trace is, a gzipped Chrome trace; ``error``: why there is none."""
+
+    host: str = ""
+    path: str = ""
+    error: str = ""
+
+
 class Release(msgspec.Struct, frozen=True, omit_defaults=True, tag="release"):
     """The reader no longer needs the pinned blocks of a ticket. Answered with Ok."""
 
@@ -91,10 +105,11 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that streamed before it
 
 
-WorkerControl = DumpKv | Drain | Release | Push | Sleep | Wake
+WorkerControl = DumpKv | Drain | Release | Push | Sleep | Wake | RecordTrace
 
 decode_cancel = decoder(Cancel)
 decode_worker = decoder(WorkerControl)  # type: ignore[arg-type, var-annotated]
 decode_ok = decoder(Ok)
 decode_progress = decoder(Progress)
 decode_pushed = decoder(Pushed)
+decode_recorded_trace = decoder(RecordedTrace)

@@ -891,6 +891,8 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "drain_to_restart": (control.Drain(), control.decode_worker),
     "sleep": (control.Sleep(30.0), control.decode_worker),
     "wake": (control.Wake(), control.decode_worker),
+    "record_trace": (control.RecordTrace(1.5), control.decode_worker),
+    "recorded_trace": (control.RecordedTrace("gpu-1", "trace.json.gz", "no room"), control.decode_recorded_trace),
     "release": (control.Release("t-1", "w-2"), control.decode_worker),
     "push": (
         control.Push("t-1", "w-2", ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas import fleet
-from penstock.schemas.control import Ok, Push, Pushed, Release, Sleep, Wake
+from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
 from penstock.schemas.kv import KvDump
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import SessionContext, StageInput
@@ -183,3 +183,6 @@ class PipelineRunnerBase(Generic[Engine]):
 
     async def rest(self, order: Sleep | Wake) -> Ok:
         return Ok("a worker of this role does not sleep")
+
+    async def profile(self, order: RecordTrace) -> RecordedTrace:
+        return RecordedTrace(error="a worker of this role records no trace; ask one that computes tokens")

@@ -24,7 +24,7 @@ from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, Tr
 from penstock.infra.fair_queue import QueueLimits
 from penstock.infra.process.scheduling import CoreWaits
 from penstock.schemas import done, fleet, jobs, kv, requests
-from penstock.schemas.control import Ok, Push, Pushed, Release, Sleep, Wake
+from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
 from penstock.schemas.errors import Code
 from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
@@ -171,6 +171,7 @@ IDLE_STATS_S = 0.5  # between two looks at an engine that makes no steps; regist
 TRIAL_CPU_S = 2 * CPU_S  # so that what a gateway accepted is not refused here, where the processor may be slower
 TRIAL_WAIT_S = 3_600.0  # a request's deadline is sooner,
 TRIAL_LIMITS = QueueLimits(1 << 16, 1 << 30, 1 << 16, 1 << 30)  # and a worker takes few requests at a time
+PROFILE_S = 60.0  # of a trace, at most: each second of it is megabytes, held in memory until it is written
 FENCE_S = 10.0  # how long a fenced session waits for the engine's step to end
 
 
@@ -231,6 +232,7 @@ class TokenRunner:
         self._core_waits = CoreWaits()
         self._steps_seen = -1
         self._asked = 0.0
+        self._profiling = False
         self._dumper = Dumper(engine, context.id, context.epoch)
         self.stage_tasks: set[asyncio.Task[Any]] = set()
         self._compiling: set[asyncio.Task[Any]] = set()
@@ -585,6 +587,31 @@ class TokenRunner:
 
     async def rest(self, order: Sleep | Wake) -> Ok:
         return await self._weights.rest(order) if self._weights is not None else Ok("its engine does not sleep")
+
+    async def profile(self, order: RecordTrace) -> RecordedTrace:
+        """One trace at a time; the engine serves meanwhile, slower."""
+        if self._info.name != "native":
+            return RecordedTrace(error=f"only the native engine records traces on request, not {self._info.name}")
+        if not 0 < order.seconds <= PROFILE_S:
+            return RecordedTrace(error=f"{order.seconds:g} s cannot be recorded; the limit is {PROFILE_S:g} s")
+        if self._profiling:
+            return RecordedTrace(error="a trace is being recorded already; try again when it has ended")
+        from penstock.workers.engines.native import profiler  # torch
+
+        self._profiling = True
+        try:
+            trace = await asyncio.wrap_future(self._engine.call(lambda engine: profiler.begin()))
+            try:
+                await asyncio.sleep(order.seconds)
+            finally:
+                ended = asyncio.wrap_future(self._engine.call(lambda engine: trace.end()))
+            await ended
+            path = await asyncio.to_thread(trace.write)  # a step of many kernels is megabytes of text
+        except (EngineError, OSError, RuntimeError) as error:
+            return RecordedTrace(error=f"no trace could be recorded: {error}")
+        finally:
+            self._profiling = False
+        return RecordedTrace(socket.gethostname(), str(path))
 
 
 def _free_media(engine: Engine, media: MediaReservation) -> None:

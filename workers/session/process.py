@@ -177,7 +177,7 @@ def cancel_subscriber(broker: BusBroker, subjects: Subjects) -> Subscriber:
 
 
 def control_subscribers(broker: BusBroker, subjects: Subjects, worker: str) -> tuple[Subscriber, Subscriber]:
-    """Where a worker is asked for its dump, to drain, to push blocks and to release them; and to drain or rest only."""
+    """Where a worker is asked for anything; and for what operators may ask."""
     decode, several = control.decode_worker, MAX_CONTROL_REQUESTS  # a push of blocks takes as long as its transfer
     return (
         broker.orders(
@@ -186,7 +186,7 @@ def control_subscribers(broker: BusBroker, subjects: Subjects, worker: str) -> t
         broker.orders(
             subjects.drain(worker),
             decode,
-            payload=control.Drain | control.Sleep | control.Wake,
+            payload=control.Drain | control.Sleep | control.Wake | control.RecordTrace,
             title="Drain",
             at_once=several,
         ),
@@ -483,8 +483,8 @@ class WorkerProcess:
 
         @drains
         async def on_drain(order: control.WorkerControl) -> bytes:
-            if not isinstance(order, control.Drain | control.Sleep | control.Wake):  # it may not have them move blocks
-                return wire.encode(control.Ok("only drain, sleep and wake"))
+            if isinstance(order, control.DumpKv | control.Release | control.Push):  # it may not have them move blocks
+                return wire.encode(control.Ok("only drain, sleep, wake and profile"))
             return await self._control(session, order)
 
         for subscriber in (requests, drains):
@@ -500,6 +500,8 @@ class WorkerProcess:
             return wire.encode(control.Ok())
         if isinstance(order, control.Sleep | control.Wake):
             return wire.encode(await session.rest(order))
+        if isinstance(order, control.RecordTrace):
+            return wire.encode(await session.profile(order))
         if isinstance(order, control.Push):
             return wire.encode(await session.push(order))
         return wire.encode(session.release(order))

@@ -15,7 +15,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import fleet, jobs, requests
-from penstock.schemas.control import Ok, Push, Pushed, Release, Sleep, Wake
+from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
 from penstock.schemas.kv import KvDump
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
@@ -133,3 +133,6 @@ class RequestRunner(Protocol):
 
     async def rest(self, order: Sleep | Wake) -> Ok:
         """Move the weights to host memory, or back."""
+
+    async def profile(self, order: RecordTrace) -> RecordedTrace:
+        """Record a trace of the engine's steps."""

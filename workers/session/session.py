@@ -26,7 +26,7 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import contents, fleet, jobs, requests
-from penstock.schemas.control import Ok, Push, Pushed, Release, Sleep, Wake
+from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
 from penstock.schemas.done import MadeWith
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
@@ -607,6 +607,10 @@ class WorkerSession:
     async def rest(self, order: Sleep | Wake) -> Ok:
         """Move the weights to host memory, or back."""
         return await self.runner.rest(order)
+
+    async def profile(self, order: RecordTrace) -> RecordedTrace:
+        """Record a trace of the engine's steps."""
+        return await self.runner.profile(order)
 
 
 def _decode(message: Message) -> _Received | _Revoked:

@@ -6,17 +6,25 @@ it has any, else operators of the CPU, each without the time of those that it ca
 ``penstock profile kernels``: the shares of attention and dense layers in a trace of torch's profiler.
 """
 
+import argparse
 import gzip
 import json
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from nats.errors import Error as NatsError
 
 from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
+from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
+from penstock.operate.workers import chosen, registrations
+from penstock.schemas import control, wire
+
+WRITE_S = 120.0  # for a worker to write its trace
 
 # In this order: an attention kernel may be named after the matrix products that it fuses.
 KINDS = {
@@ -107,11 +115,62 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         raise BadTrace(f"{path}: {str(error) or type(error).__name__}") from None
 
 
+async def recorded_by(source: LogSource, name: str, seconds: float) -> control.RecordedTrace:
+    """Have a worker record a trace of its steps.
+
+    Args:
+        name: of the worker, or its id.
+    Raises:
+        ValueError: there is no such worker, or it does not answer.
+    """
+    async with open_cells(source, name="profile", role="operator", streams=()) as logs:
+        found = [(log.bus, each) for log in logs if not log.stopped for each in await registrations(log.bus)]
+        worker = chosen([each for _, each in found], name)
+        bus = next(bus for bus, each in found if each is worker)
+        order = wire.encode(control.RecordTrace(seconds))
+        try:
+            answer = await bus.nc.request(bus.subjects.drain(worker.worker), order, timeout=seconds + WRITE_S)
+        except (NatsError, TimeoutError) as error:
+            raise ValueError(f"worker {name} does not answer within {seconds + WRITE_S:g} s ({error!r})") from error
+        return control.decode_recorded_trace(answer.data)
+
+
+async def _record(args: argparse.Namespace) -> Path | None:
+    """The trace; None: it is on another machine."""
+    done = await recorded_by(LogSource.of(args), args.worker, args.seconds)
+    if done.error:
+        raise ValueError(f"worker {args.worker}: {done.error}")
+    print(f"{done.path} on {done.host}", flush=True)
+    path = Path(done.path)
+    return path if done.host == socket.gethostname() else None
+
+
 def run(argv: Sequence[str]) -> int:
-    """Print one line per kind. Returns 1 if the file is no trace."""
-    parser = Parser(prog="penstock profile kernels", description="shares of attention and dense layers in a trace")
-    parser.add_argument("trace", metavar="FILE", help="Chrome trace of torch's profiler: .json or .json.gz")
-    path = Path(parser.parse_args(argv).trace)
+    """Print one line per kind. Returns 1 if the file is no trace, or the worker recorded none."""
+    parser = Parser(
+        prog="penstock profile kernels",
+        description="shares of attention and dense layers in a trace of torch's profiler: of a file, or of a worker "
+        "with the native engine, which records one while it serves",
+    )
+    parser.add_argument("trace", nargs="?", metavar="FILE", help="Chrome trace: .json or .json.gz")
+    parser.add_argument("--worker", metavar="WORKER", help="record a trace there: name or id, as in `penstock top`")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of steps to record, at most 60 (default: 2)")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if (args.trace is None) == (args.worker is None):
+        parser.error("name a FILE, or a worker with --worker")
+    if args.worker is None:
+        return _print(Path(args.trace))
+    found: list[Path | None] = []
+
+    async def record() -> None:
+        found.append(await _record(args))
+
+    status = run_command("profile kernels", record)
+    return _print(found[0]) if status == 0 and found and found[0] is not None else status
+
+
+def _print(path: Path) -> int:
     try:
         table = shares(read_trace(path))
     except BadTrace as error:

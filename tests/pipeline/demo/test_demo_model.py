@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model import modeldir
+from penstock.measure.profile import kernels
 from penstock.workers.engines.external.runtime import children_of
 from penstock.workers.session.process import EXIT_ENGINE
 from tests.pipeline.shared.test_nats_api import Submitter
@@ -380,3 +382,22 @@ async def test_prefill_and_decode_workers_of_different_widths_hand_off(
         assert "failed" not in states
     finally:
         await stopped(started)
+
+
+async def test_a_worker_records_a_trace_of_its_steps_while_it_answers(
+    demo: Deployment, demo_bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = next(iter(await registrations(demo_bus)))
+    body = {"model": "demo", "prompt": "Once", "max_tokens": 300, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=demo.urls[0], timeout=150) as client:
+        answering = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
+        flags = ["--worker", worker, "--seconds", "0.5", "--data-dir", str(demo.data_dir)]
+        assert await asyncio.to_thread(kernels.run, flags) == 0, capsys.readouterr().err
+        assert [(await each).status_code for each in answering] == [200] * 4
+    found = capsys.readouterr().out
+    assert "dense" in found, found
+    await asyncio.to_thread(shutil.rmtree, found.split(" on ")[0].rpartition("/")[0])
+    for flags, reason in (([worker, "--seconds", "99"], "the limit is 60 s"), (["nobody"], "no worker")):
+        asked = ["--worker", *flags, "--data-dir", str(demo.data_dir)]
+        assert await asyncio.to_thread(kernels.run, asked) == 1
+        assert reason in capsys.readouterr().err

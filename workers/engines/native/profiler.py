@@ -1,0 +1,42 @@
+"""A trace of the engine's steps, recorded with torch's profiler while the engine serves.
+
+Operators are recorded in the thread that calls ``begin`` only, which is the engine's; kernels of the whole process.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class StepTrace:
+    """``end`` in the thread that made it, then ``write`` in any."""
+
+    def __init__(self) -> None:
+        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *cuda])
+        self._profile.start()
+
+    def end(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # kernels of a step in flight would be cut off
+        self._profile.stop()
+
+    def write(self) -> Path:
+        """As a gzipped Chrome trace, in a new folder that only this user can read.
+
+        Raises:
+            OSError: there is no room.
+        """
+        path = Path(tempfile.mkdtemp(prefix="penstock-profile-")) / "trace.json.gz"
+        self._profile.export_chrome_trace(str(path))
+        return path
+
+
+def begin() -> StepTrace:
+    """
+    Raises:
+        RuntimeError: another profiler is active in this process.
+    """
+    return StepTrace()
