@@ -496,7 +496,8 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Quantization, about("native: weights of linear layers; fp8 takes half the memory of bfloat16")
     ] = "none"
     speculative_model: Annotated[
-        str, about('native: proposes tokens that the model verifies: a draft model\'s directory or id, or "ngram"')
+        str,
+        about('native: proposes tokens to be verified: a draft model or EAGLE-3 head (directory or id), or "ngram"'),
     ] = ""
     num_speculative_tokens: Annotated[Positive, about("native: tokens proposed per step, at most")] = 4
     batch_invariant: Annotated[

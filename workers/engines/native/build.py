@@ -45,7 +45,7 @@ from penstock.workers.engines.native.model.loading import (
     written,
 )
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
-from penstock.workers.engines.native.model.options import DEFAULTS, NGRAM, NativeOptions
+from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
 from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.pool import KvPool, device_errors, out_of_memory, zeros
 from penstock.workers.engines.native.model.pools import KvPools, make_pools
@@ -122,7 +122,7 @@ def build(
     try:
         loaded = reload()
         encoder = vision_encoder(model, loaded.forward, options.embed_slots) if loaded.multimodal else None
-        draft = load_draft(options, loaded)
+        draft = load_draft(options, loaded) if options.drafts else None
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     return assemble(
@@ -152,7 +152,7 @@ def _build_over_ranks(
     try:
         with ranks.explained():
             loaded = _load(model, device, options, ranks.group)
-            draft = load_draft(options, loaded)
+            draft = load_draft(options, loaded) if options.drafts else None
             engine = assemble(
                 loaded,
                 options,
@@ -207,8 +207,7 @@ def _prepare_rank(options: NativeOptions, rank: int) -> torch.device:
 
 
 def _is_hybrid(options: NativeOptions) -> bool:
-    draft = options.speculative_model not in ("", NGRAM)
-    return options.hybrid_kv_cache and not draft and not options.kv_offloading_size
+    return options.hybrid_kv_cache and not options.drafts and not options.kv_offloading_size
 
 
 def _load(model: str, device: torch.device, options: NativeOptions, group: RankGroup | None = None) -> Model:
@@ -258,18 +257,18 @@ def assemble(
             raise UnsupportedModel("batch_invariant excludes quantization and a draft model; leave them out")
         target = PreparedModel(loaded) if ranks else prepared(loaded, reload, invariant=options.batch_invariant)
         loaded = target.model
-        name, device = options.speculative_model, loaded.device
-        reload_draft = functools.partial(load, name, device=device, dtype=options.dtype)
-        proposing = None if draft is None else prepared(draft, reload_draft)
+        proposing = None if draft is None else prepared(draft, functools.partial(load_draft, options, target.model))
         applied = make_adapters(target, options)
         pools = make_pools(loaded, options, limit, hybrid=_is_hybrid(options), draft=draft)
-        speculation = make_speculation(options, proposing, pools, limit)
+        host, copier = _offload(pools, options)
+        blocks = BlockManager(
+            pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events, host=host
+        )
+        speculation = make_speculation(options, proposing, pools, limit, loaded, blocks.generations)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     slots = AdapterSlots(options.max_loras, applied.copy if applied is not None else lambda slot, matrices: None)
     adapters = Adapters(slots, options.max_lora_rank, applied.matrices) if applied is not None else None
-    host, copier = _offload(pools, options)
-    blocks = BlockManager(pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events, host=host)
     scheduler = Scheduler(
         blocks,
         SchedulerConfig(

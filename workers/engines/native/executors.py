@@ -1,5 +1,6 @@
 """Chooses and prepares what computes an engine's steps, and its draft model's: plain torch, or kernels for CUDA."""
 
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native.model.adapters import TorchAdapters
 from penstock.workers.engines.native.model.attention import UnsupportedAttention
 from penstock.workers.engines.native.model.draft import DraftModel
+from penstock.workers.engines.native.model.eagle import AuxiliaryStates, EagleDrafter, EagleHead, HeadRuns
 from penstock.workers.engines.native.model.executor import TorchExecutor
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
@@ -139,12 +141,19 @@ def make_executor(
 
 
 def make_speculation(
-    options: NativeOptions, draft: PreparedModel | None, pools: KvPools, limit: int
+    options: NativeOptions,
+    draft: PreparedModel | None,
+    pools: KvPools,
+    limit: int,
+    target: Model,
+    generations: "array[int]",
 ) -> Speculator | None:
     """
     Args:
-        draft: the draft model, if the options name one.
+        draft: the draft model or EAGLE-3 head, if the options name one.
         limit: tokens of the longest sequence.
+        target: as it computes.
+        generations: of the blocks.
 
     Raises:
         ValueError: a number of tokens is out of range.
@@ -155,6 +164,14 @@ def make_speculation(
     if draft is None:
         return None
     assert pools.draft is not None
+    if isinstance(draft.model.forward, EagleHead):
+        if draft.rotation is not None:
+            raise UnsupportedModel("an EAGLE-3 head has no CUDA kernels yet; use a draft model, or --device cpu")
+        rows = max(options.max_batched_tokens, options.max_running * (1 + options.num_speculative_tokens))
+        auxiliary = AuxiliaryStates(target, draft.model.forward, rows)
+        runs = HeadRuns(generations, options.block_size)
+        eagle = EagleDrafter(draft.model, pools.draft, auxiliary, runs, options.max_running)
+        return Speculator(eagle, options.num_speculative_tokens)
     if draft.rotation is None:
         return Speculator(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
     from penstock.workers.engines.native.cuda.draft import CudaDraftModel, DraftLoop

@@ -32,7 +32,8 @@ from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve, start_process
 from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
 from tests.adapters import other_weights
-from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt, request, run, tokens
+from tests.demo_model.eagle import random_head
+from tests.workers.engines.native.models import CONFIGS, VOCAB, drain, expected, prompt, request, run, tokens
 from tests.workers.engines.native.test_handoff import ROOT, prefilled
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 
@@ -143,6 +144,18 @@ def test_tables_follow_preempted_sequences_cached_prefixes_and_proposed_tokens(
     assert stats.hit_tokens
     assert stats.accepted_tokens
     assert found == {key: expected(model, prompt(n), 40) for key, n in lengths.items()}
+
+
+def test_an_eagle_head_proposes_for_a_split_model(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    model, head = model_dir("llama"), random_head(tmp_path / "head", vocab=VOCAB, inputs=64, proposed=100)
+    with engine(model, 2, speculative_model=str(head)) as split:
+        found = tokens(run(split, [request(n, prompt(n), 20) for n in (9, 33)]))
+        assert split.stats().draft_tokens
+    assert found == {n: expected(model, prompt(n), 20) for n in (9, 33)}
+    shared = random_head(tmp_path / "shared", vocab=VOCAB, inputs=64)
+    refusal = pytest.raises(UnsupportedModel, match="and the model's is split over GPUs")
+    with refusal, engine(model, 2, speculative_model=str(shared)):
+        pass
 
 
 def test_each_rank_has_its_heads_part_of_a_block(model_dir: Callable[[str], Path]) -> None:

@@ -12,9 +12,10 @@ import torch
 
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 from penstock.workers.engines.native.model.attention import ReferenceAttention, TokenSpan
+from penstock.workers.engines.native.model.eagle import head_config, load_head
 from penstock.workers.engines.native.model.loading import load
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
-from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
+from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.pool import KvPool, device_errors
 from penstock.workers.engines.native.model.sampler import choose
 
@@ -122,15 +123,15 @@ def progress_of(scheduled: ScheduledSequence) -> DraftProgress:
     return progress
 
 
-def load_draft(options: NativeOptions, target: Model) -> Model | None:
-    """The draft model of the options, if they name one.
+def load_draft(options: NativeOptions, target: Model) -> Model:
+    """The draft model or EAGLE-3 head that the options name.
 
     Raises:
         UnsupportedModel: it is not one for this target, or cannot be loaded.
     """
     name = options.speculative_model
-    if name in ("", NGRAM):
-        return None
+    if (written := head_config(name)) is not None:
+        return load_head(name, written, target)
     draft = load(name, device=target.device, dtype=options.dtype)
     if draft.vocab_size != target.vocab_size:
         raise UnsupportedModel(

@@ -104,6 +104,7 @@ class Model:
         rows: Tensor | None,
         paged: attention.Paged,
         embeddings: Embeddings | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Run the model over one packed batch.
 
@@ -111,6 +112,7 @@ class Model:
             tokens: (tokens,) int64.
             positions: likewise, or (3, tokens) of ``MediaPositions``.
             rows: (n,) int64, those whose logits are wanted; None: all.
+            hidden: (tokens, hidden), of an ``EagleHead`` only.
         Returns: (n, vocab_size) in the model's dtype.
         """
         token_ids = tokens.unsqueeze(0)
@@ -120,6 +122,8 @@ class Model:
             embedded = self.forward.get_input_embeddings()(token_ids)
             embedded[0, embeddings.rows] = embeddings.values
             inputs = {"inputs_embeds": embedded}
+        if hidden is not None:
+            inputs["hidden"] = hidden
         output = self.forward(
             **inputs,
             position_ids=positions.unsqueeze(-2),

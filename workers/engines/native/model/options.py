@@ -27,7 +27,8 @@ class NativeOptions:
         kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. KV cannot be handed off
             then, and all layers are in one pool.
         quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded.
-        speculative_model: proposes tokens: a draft model, as ``model`` of ``build``, or "ngram"; "": none.
+        speculative_model: proposes tokens: a draft model or EAGLE-3 head, as ``model`` of ``build``, or "ngram"; "":
+            none.
         num_speculative_tokens: proposed per step and sequence, at most.
         prompt_lookup_min, prompt_lookup_max: tokens that "ngram" must find again.
         batch_invariant: on CUDA, compute each sequence in the same way whatever runs beside it, which takes longer.
@@ -63,6 +64,11 @@ class NativeOptions:
     max_lora_rank: int = 32
     tensor_parallel_size: int = 1
     warm: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model or EAGLE-3 head proposes tokens."""
+        return self.speculative_model not in ("", NGRAM)
 
 
 DEFAULTS = NativeOptions()
