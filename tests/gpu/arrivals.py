@@ -21,13 +21,14 @@ async def arrive(url: str, model: str, rate: float, seconds: float, tokens: int,
         while (at := at + draw.expovariate(rate)) < seconds:
             prompt = draw.choices(range(*IDS), k=tokens)
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            asked.append(group.create_task(first_token(url, model, prompt)))
+            asked.append(group.create_task(first_tokens(url, model, prompt)))
     took = time.perf_counter() - began
     found = [each.result() for each in asked]
-    first = sorted(each for each in found if each is not None)
+    first = sorted(each[0] for each in found if each is not None)
+    gaps = sorted(each[1] for each in found if each is not None)
 
-    def of(share: float) -> float:
-        return first[min(len(first) - 1, int(share * len(first)))] * 1e3 if first else 0.0
+    def of(share: float, seconds: list[float] = first) -> float:
+        return seconds[min(len(seconds) - 1, int(share * len(seconds)))] * 1e3 if seconds else 0.0
 
     return {
         "asked": len(asked),
@@ -36,11 +37,13 @@ async def arrive(url: str, model: str, rate: float, seconds: float, tokens: int,
         "requests_per_s": len(first) / took,
         "ttft_p50_ms": of(0.5),
         "ttft_p99_ms": of(0.99),
+        "second_p50_ms": of(0.5, gaps),
+        "second_p99_ms": of(0.99, gaps),
     }
 
 
-async def first_token(url: str, model: str, prompt: list[int]) -> float | None:
-    """Seconds to the first token of an answer; None if it did not end well."""
+async def first_tokens(url: str, model: str, prompt: list[int]) -> tuple[float, float] | None:
+    """Seconds to the first token of an answer, and from there to the second; None if it did not end well."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -49,7 +52,8 @@ async def first_token(url: str, model: str, prompt: list[int]) -> float | None:
         "ignore_eos": True,
         "temperature": 0,
     }
-    parts, first, ended = urlsplit(url), 0.0, False
+    parts, ended = urlsplit(url), False
+    at: list[float] = []
     payload = json.dumps(body).encode()
     began = time.perf_counter()
     with contextlib.suppress(OSError, TimeoutError):
@@ -60,8 +64,8 @@ async def first_token(url: str, model: str, prompt: list[int]) -> float | None:
                 writer.write(f"{head}content-length: {len(payload)}\r\nconnection: close\r\n\r\n".encode() + payload)
                 while line := await reader.readline():
                     if line.startswith(b"data: {") and b'"text"' in line:
-                        first = first or time.perf_counter() - began
+                        at.append(time.perf_counter())
                     ended = ended or line.startswith(b"data: [DONE]")
             finally:
                 writer.close()
-    return first if ended and first else None
+    return (at[0] - began, at[1] - at[0]) if ended and len(at) > 1 else None

@@ -201,9 +201,10 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
 
 def row(layout: str, streams: int, rate: float, each: dict[str, Any]) -> None:
     short, long = each["short"], each.get("long")
-    beside = "| | | |"
+    beside = "| | | | |"
     if long:
         times = f"{long['ttft_p50_ms']:.0f} | {long['ttft_p99_ms']:.0f}"
+        times += f" | {long['second_p50_ms']:.1f}, {long['second_p99_ms']:.1f}"
         beside = f"{long['requests_per_s']:.2f} | {times} | {long['failed']} |"
     print(f"| {layout} | {streams} + {rate:g}/s | {short['steady_tokens_per_s']:,.0f} ({short['tokens_per_s']:,.0f}) | "
           f"{short['ttft_p50_ms']:.0f} | "
@@ -244,7 +245,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     print(f"{asked.engine}, long prompts of {asked.prompt - 96}, short of {asked.short} -> {asked.answer} tokens")
     print("| layout | load | answers: tokens/s (ended) | TTFT p50 | ITL p50 | p99 (ms) | failed | long prompts/s | "
-          "TTFT p50 | p99 | failed |")  # fmt: skip
+          "TTFT p50 | p99 | first to second token p50, p99 | failed |")  # fmt: skip
     found = {layout: rows(asked, layout) for layout in asked.layouts.split(",")}
     if asked.json:
         figures = {"engine": asked.engine, "layouts": found}
