@@ -161,12 +161,14 @@ class AdapterEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         model: canonical name of the model that it belongs to.
         path: of its folder, within a folder that its workers allow (``--lora-folder``).
         unloaded: it is not served, although a worker's flags name it.
+        flagged: when it was loaded or unloaded, a worker's flags named it.
     """
 
     name: str
     model: str
     path: str = ""
     unloaded: bool = False
+    flagged: bool = False
 
 
 FINISH = "finish"  # what becomes of requests that run when weights change: they end first, on the old ones,

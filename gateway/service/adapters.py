@@ -5,8 +5,9 @@ for the workers' registrations: they say what was loaded, or why it was not.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -19,12 +20,12 @@ from penstock.gateway.service.fleet import FleetView
 from penstock.gateway.service.text_model import TextModel
 from penstock.infra.bus.audit import Auditor
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get_last
+from penstock.infra.bus.direct_get import Entry, get_last, read
 from penstock.infra.bus.jetstream import compare_and_set
 from penstock.infra.model.adapter import AdapterError, check_name
 from penstock.schemas.audit import AuditEntry
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import AdapterEntry, LoraAdapter, Registration
+from penstock.schemas.fleet import AdapterEntry, LoraAdapter, Registration, decode_adapter, removal_headers
 from penstock.schemas.subjects import adapter_key
 from penstock.schemas.wire import encode
 
@@ -32,6 +33,8 @@ BUCKET = "adapters"
 WRITE_S = 5.0
 LOAD_S = 60.0  # for all workers to load an adapter
 LOOK_S = 0.05
+MOST_UNLOADED = 4_000  # entries of adapters that are unloaded, of 0.3 kB; those that flags name are kept beside them
+PRUNED_AT_ONCE = 400  # how many more there may be meanwhile
 
 
 class LoadAdapter(Struct, frozen=True):
@@ -138,6 +141,23 @@ class Operators:
             stored.append(reply.seq)
         return stored
 
+    async def prune(self, spare: Callable[[bytes], bool], most: int, at_once: int) -> None:
+        """Remove the oldest entries that may be spared, once there are ``at_once`` more than ``most`` of them.
+
+        Raises:
+            ServingError: the entries cannot be read.
+        """
+        for bus in self.buses:
+            bucket = bus.subjects.bucket(self._bucket)
+            entries = read(bus, f"KV_{bucket}", f"$KV.{bucket}.>")
+            found = [(entry.subject, entry.seq) async for entry in entries if entry.data and spare(entry.data)]
+            if len(found) <= most + at_once:
+                continue
+            found.sort(key=lambda each: each[1])
+            for subject, seq in found[: len(found) - most]:  # one that was just replaced stays
+                with contextlib.suppress(NatsError, TimeoutError):  # else the next change removes it
+                    await bus.nc.request(subject, b"", headers=removal_headers(seq), timeout=WRITE_S)
+
     def _subject(self, bus: Bus, key: str) -> str:
         return f"$KV.{bus.subjects.bucket(self._bucket)}.{key}"
 
@@ -200,7 +220,7 @@ class AdapterLoading:
                 )
             key = adapter_key(model.name, name)
             before = await self._operators.read(key)
-            entry = encode(AdapterEntry(name, model.name, asked.lora_path))
+            entry = encode(AdapterEntry(name, model.name, asked.lora_path, flagged=self._flagged(model, name, before)))
             revisions = await self._operators.write(key, [entry] * len(before), sequences(before))
             self._operators.note("adapter load", caller, name, asked.lora_path)
             failed = await self._loaded(model, name, revisions)
@@ -226,9 +246,11 @@ class AdapterLoading:
                 raise model_not_found(name, [adapter.name for adapter, _ in self._fleet.adapters(caller)])
             key = adapter_key(model.name, name)
             before = await self._operators.read(key)
-            entry = encode(AdapterEntry(name, model.name, unloaded=True))
+            flagged = self._flagged(model, name, before)
+            entry = encode(AdapterEntry(name, model.name, unloaded=True, flagged=flagged))
             await self._operators.write(key, [entry] * len(before), sequences(before))
             self._operators.note("adapter unload", caller, name, "")
+            await self._operators.prune(_is_spare, MOST_UNLOADED, PRUNED_AT_ONCE)
             until = time.monotonic() + LOAD_S
             while any(each.name == name for _, worker in self._workers(model) for each in worker.adapters):
                 if time.monotonic() > until:
@@ -245,6 +267,14 @@ class AdapterLoading:
     def _workers(self, model: TextModel) -> list[tuple[int, Registration]]:
         """Those of a model that apply adapters, with their cells."""
         return [(cell, worker) for cell, worker in self._operators.workers(model) if worker.adapter_slots]
+
+    def _flagged(self, model: TextModel, name: str, before: Iterable[Entry | None]) -> bool:
+        """Whether a worker's flags name an adapter, or did when its entry was made: without the entry they count."""
+        if any(
+            each.name == name and not each.revision for _, worker in self._workers(model) for each in worker.adapters
+        ):
+            return True
+        return any(decode_adapter(each.data).flagged for each in before if each is not None and each.data)
 
     async def _loaded(self, model: TextModel, name: str, revisions: Sequence[int]) -> tuple[str, str] | None:
         """Wait until each worker has loaded an adapter; a worker that could not, and why.
@@ -267,6 +297,14 @@ class AdapterLoading:
             if time.monotonic() > until:
                 raise _late(f"{done} of {len(states)} workers have loaded {name!r}")
             await asyncio.sleep(LOOK_S)
+
+
+def _is_spare(data: bytes) -> bool:
+    try:
+        entry = decode_adapter(data)
+    except msgspec.MsgspecError:  # of a later build
+        return False
+    return entry.unloaded and not entry.flagged
 
 
 def sequences(entries: Iterable[Entry | None]) -> list[int]:

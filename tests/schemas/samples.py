@@ -269,6 +269,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.WeightsEntry("tiny", 3, "steps/300", "0a", "0f", "0e", fleet.CONTINUE, fleet.FINISH, 60.0),
         fleet.decode_weights,
     ),
+    "adapter_entry_of_a_flag": (fleet.AdapterEntry("poet", "tiny", unloaded=True, flagged=True), fleet.decode_adapter),
     "adapter_entry": (fleet.AdapterEntry("poet", "tiny", "poets/one"), fleet.decode_adapter),
     "adapter_entry_of_one_that_was_unloaded": (
         fleet.AdapterEntry("poet", "tiny", unloaded=True),

@@ -155,7 +155,10 @@ class AdapterTable:
         key = entry.subject.removeprefix(prefix)
         self._news.set()
         if not entry.data:
-            self._entries.pop(key, None)
+            before = self._entries.get(key)
+            # Old entries of unloaded adapters are removed: what was unloaded here stays so, whatever flags name.
+            if before is not None and not (before[0].unloaded and before[0].name in self._flagged):
+                del self._entries[key]
             return
         try:
             value = fleet.decode_adapter(entry.data)

@@ -237,3 +237,24 @@ async def test_a_worker_outlives_whatever_an_entry_or_a_file_says(
     keeping.cancel()
     await worker.table.unfollow()
     worker.table.close()
+
+
+async def test_an_old_entry_that_is_removed_brings_no_adapter_back(folder: Path, bus: Bus) -> None:
+    worker = Worker(folder)
+    await worker.table.start()
+    await worker.table.follow(bus)
+    keeping = asyncio.create_task(worker.table.keep())
+    try:
+        for name in ("poet", "loaded"):  # "poet" is in the folder, so that flags name it
+            await worker.change(bus, AdapterEntry(name, "m", "clerk"))
+        await worker.change(bus, AdapterEntry("poet", "m", unloaded=True))
+        subject = f"$KV.{bus.subjects.bucket('adapters')}."
+        await bus.nc.request(subject + adapter_key("m", "poet"), b"", timeout=5)
+        worker.published.clear()
+        await bus.nc.request(subject + adapter_key("m", "loaded"), b"", timeout=5)
+        await asyncio.wait_for(worker.published.wait(), 20)
+        assert set(worker.served()) == {"clerk", "link"}
+    finally:
+        keeping.cancel()
+        await worker.table.unfollow()
+        worker.table.close()
