@@ -1,6 +1,7 @@
 """``Client``: sends requests to a Penstock deployment over NATS; answers arrive complete, whatever fails meanwhile."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from types import TracebackType
@@ -13,11 +14,12 @@ from nats.errors import Error as NatsError
 from .answers import Answer, Chunk, Kind, Position, read_answer, read_chunk, read_error
 from .connection import Connection, connect
 from .errors import NotFound, PenstockError, error
-from .reader import AGAIN_S, HEADER_CONTENT_TYPE, HEADER_ERROR, AnswerReader, ReplyMessage, Submission
+from .reader import AGAIN_S, HEADER_CONTENT_TYPE, HEADER_ERROR, HEADER_KEY, AnswerReader, ReplyMessage, Submission
 
 TIMEOUT_S = 600.0  # the gateway's default deadline of a request
 CANCEL_S = 10.0
 
+_API_KEY = re.compile(r"(pst-[a-z0-9]{12})(?:-[A-Za-z0-9]+)?\Z")
 _json = msgspec.json.encode
 _CONTENT_TYPES: dict[Kind, str] = {
     "chat": "application/json; schema=ChatCompletionRequest",
@@ -30,15 +32,27 @@ class Client:
 
     Args:
         url: ``client_nats_url`` of ``state.json``, or a tenant's ``nats_url``; several servers comma-separated.
+        key: an API key of the tenant, whose limits, models and budget hold for the requests too, and which they are
+            counted for; calls can override it. Only its public part is sent: what the connection may do, its user says.
         namespace: as the deployment's ``--namespace``.
         timeout: seconds that a call waits for its answer; calls can override it.
         options: of ``nats.connect``.
+
+    Raises:
+        ValueError: not an API key.
     """
 
     def __init__(
-        self, url: str = "nats://127.0.0.1:4222", *, namespace: str = "ps", timeout: float = TIMEOUT_S, **options: Any
+        self,
+        url: str = "nats://127.0.0.1:4222",
+        *,
+        key: str = "",
+        namespace: str = "ps",
+        timeout: float = TIMEOUT_S,
+        **options: Any,
     ) -> None:
         self._url = url
+        self._key = _public_part(key)
         self._namespace = namespace
         self._timeout = timeout
         self._options = options
@@ -75,7 +89,7 @@ class Client:
 
         Args:
             options: fields of the request (``temperature``, ``max_tokens``, ``tools``, ...), and ``idempotency_key``,
-                ``position``, ``timeout``, ``headers`` as described at ``complete``.
+                ``position``, ``timeout``, ``key``, ``headers`` as described at ``complete``.
         """
         return self._ask("chat", {"model": model, "messages": list(messages)}, stream, options)
 
@@ -99,6 +113,7 @@ class Client:
                 ``idempotency_key``: within 24 h, the same request under the same key runs once and has one answer.
                 ``position``: continue from there; as ``resume``, but it also works if the request was never accepted.
                 ``timeout``: seconds to wait here; the request's own deadline is its field ``timeout_s``.
+                ``key``: as of the client; "": none.
                 ``headers``: ``traceparent`` and ``tracestate``.
         """
         return self._ask("text", {"model": model, "prompt": prompt}, stream, options)
@@ -140,6 +155,9 @@ class Client:
             position = Position.parse(position)
         key = options.pop("idempotency_key", None) or (position.key if position else str(uuid4()))
         timeout, headers = options.pop("timeout", None), options.pop("headers", {})
+        named = options.pop("key", None)
+        if api_key := self._key if named is None else _public_part(named):
+            headers = {HEADER_KEY: api_key, **headers}
         body |= {name: value for name, value in options.items() if value is not None}
         if stream:
             body["stream"] = True
@@ -227,6 +245,20 @@ class Stream(_Request):
                 yield read_chunk(message.body, self.position, self.request, replaces=message.record)
         finally:
             await reader.close()
+
+
+def _public_part(key: str) -> str:
+    """The part of an API key that names it. The secret stays here: headers are stored with a submission.
+
+    Raises:
+        ValueError: not an API key. It is not repeated, as it may be a secret.
+    """
+    if not key:
+        return ""
+    found = _API_KEY.match(key)
+    if found is None:
+        raise ValueError("key is not an API key of Penstock, or its first part, such as pst-0a1b2c3d4e5f")
+    return found[1]
 
 
 __all__ = ["Call", "Client", "PenstockError", "Stream"]

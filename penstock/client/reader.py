@@ -24,6 +24,7 @@ HEADER_FINAL = "Penstock-Final"
 HEADER_ERROR = "Penstock-Error"
 HEADER_RECORD = "Penstock-Record"
 HEADER_REQUEST = "Penstock-Request-Id"
+HEADER_KEY = "Penstock-Key"
 
 
 class ReplyMessage(NamedTuple):

@@ -27,6 +27,7 @@ from penstock.client.connection import token
 from penstock.client.errors import error
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import subjects as wire
+from penstock.schemas.keys import new_key
 from tests.conftest import Connect
 from tests.penstock.client.fake_gateway import FakeGateway, whole
 
@@ -90,6 +91,28 @@ async def test_a_completion_is_asked_with_a_prompt(client: Client, gateway: Fake
     ((headers, body),) = gateway.submissions
     assert body == {"model": "m", "prompt": "once"}
     assert (headers["Nats-Msg-Id"], headers["traceparent"]) == ("mine", "00-x")
+
+
+async def test_an_api_key_is_named_by_its_public_part_alone(
+    client: Client, broker: EmbeddedNats, subjects: wire.Subjects, gateway: FakeGateway
+) -> None:
+    id, whole_key = new_key()
+    where: dict[str, Any] = {"namespace": subjects.namespace, "timeout": 15, "inbox_prefix": "_INBOX_operator"}
+    async with Client(broker.url("operator"), key=whole_key, **where) as keyed:
+        await keyed.chat(**ASKED)
+        await text_of(keyed.chat(**ASKED, stream=True, key="pst-" + "b" * 12))
+        await keyed.complete(model="m", prompt="once", key="")
+    await client.chat(**ASKED)
+    sent = [headers.get(wire.HEADER_KEY) for headers, _ in gateway.submissions]
+    assert sent == [f"pst-{id}", "pst-bbbbbbbbbbbb", None, None]
+    assert whole_key.rpartition("-")[2] not in str(gateway.submissions)
+
+
+@pytest.mark.parametrize("key", ["sk-proj-0a1b2c3d4e5f", "pst-short", "pst-0a1b2c3d4e5f-", "pst-0a1b2c3d4e5f-x\nb"])
+def test_what_is_no_api_key_is_refused_before_it_is_sent_and_not_repeated(key: str) -> None:
+    with pytest.raises(ValueError, match="not an API key") as refused:
+        Client(key=key)
+    assert key not in str(refused.value)
 
 
 async def test_many_answers_at_once_are_kept_apart(client: Client) -> None:
@@ -299,6 +322,7 @@ def test_names_of_the_wire_are_those_of_the_server() -> None:
     from penstock.client import reader as reorder
 
     assert reorder.HEADER_FINAL == wire.HEADER_FINAL
+    assert reorder.HEADER_KEY == wire.HEADER_KEY
     assert reorder.HEADER_REQUEST == wire.HEADER_REQUEST
     for name in ("demo", "a.b c", "ü", "org/model-1.5_x", ""):
         assert token(name) == wire.token(name)
