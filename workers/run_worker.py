@@ -100,6 +100,8 @@ def check_settings(settings: WorkerSettings) -> None:
             )
     if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
         raise ValueError("--kv-offloading-size applies to the native engine with --role aggregated only")
+    if settings.kv_disk and (settings.engine != "native" or settings.role != "aggregated"):
+        raise ValueError("--kv-disk applies to the native engine with --role aggregated only")
     if settings.lora_slots and not support.lora and settings.role != "encode":
         raise ValueError(
             f"--engine {settings.engine} applies no LoRA adapters here; leave out --lora and --lora-folder, or use "

@@ -126,6 +126,7 @@ class SequenceRequest(msgspec.Struct):
     handoff: str = ""  # of a prefill stage: names the handoff of the request in this attempt, for all its choices
     share: StartShare = StartShare()  # in which it waits for its start
     salt: str = ""  # sequences with different ones share no cached KV
+    no_store: bool = False  # its KV goes to no disk
     falls_back: bool = False  # another model may run its request, so that a failure before the first token is no loss
     patience_s: float = 0.0  # of one that falls back: for so long it waits for a busy server; 0: for as long as it may
 
@@ -226,6 +227,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     accepted_tokens: int = 0  # of these
     host_blocks: int = 0  # KV blocks kept in host memory
     loaded_blocks: int = 0  # copied back from there, since start
+    disk_blocks: int = 0  # KV blocks kept in files
+    disk_read_blocks: int = 0  # read from there, since start
+    disk_written_blocks: int = 0
+    disk_lost_blocks: int = 0  # that left host memory before they were written
+    load_s: float = 0.0  # to copy a block from host memory to the device; 0: unknown
+    disk_read_s: float = 0.0  # to read one from a file; 0: unknown
     logits_errors: int = 0  # calls of logits processors that failed, since start
     reserved_blocks: int = 0  # of the pinned ones: for KV that is being read from other workers
     slots: int = 0  # sequences that it takes at once, where that changes; 0: as of ``EngineInfo``

@@ -211,6 +211,10 @@ class KvMetrics:
         self.usage = scope.gauge("usage_ratio", "share of the KV blocks that sequences hold")
         self.host = scope.gauge("host_blocks", "KV blocks kept in host memory")
         self.loaded = Total(scope.counter("loaded_blocks", "KV blocks copied back from host memory"))
+        self.disk = scope.gauge("disk_blocks", "KV blocks kept in files")
+        self.disk_read = Total(scope.counter("disk_read_blocks", "KV blocks read from files"))
+        self.disk_written = Total(scope.counter("disk_written_blocks", "KV blocks written to files"))
+        self.disk_lost = Total(scope.counter("disk_lost_blocks", "KV blocks that left host memory unwritten"))
 
     def observe(self, stats: EngineStats) -> None:
         """The engine's statistics, as they are now."""
@@ -221,6 +225,10 @@ class KvMetrics:
         self.usage.set(stats.used_blocks / blocks if blocks else 0.0)
         self.host.set(stats.host_blocks)
         self.loaded.set(stats.loaded_blocks)
+        self.disk.set(stats.disk_blocks)
+        self.disk_read.set(stats.disk_read_blocks)
+        self.disk_written.set(stats.disk_written_blocks)
+        self.disk_lost.set(stats.disk_lost_blocks)
 
 
 TOKEN_SECONDS = (

@@ -213,6 +213,7 @@ def sequence_requests(
             handoff=ticket_id(running, running.route[0]) if running.route else "",
             share=share,
             salt=request.salt,
+            no_store=request.no_store,
             falls_back=running.falls_back,
             patience_s=request.fallback_after_s if running.falls_back else 0.0,
         )

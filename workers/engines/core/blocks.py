@@ -11,18 +11,22 @@ KV blocks in host memory: blocks evicted from the device's prefix cache keep the
 
 A block that is evicted from the device is saved to a slot of the host's pool, and loaded into another block when a
 prompt needs it again. Copies are made before the next step computes, saves first, so that a block may be saved, loaded
-and written in one step.
+and written in one step. Behind host memory there may be files, to which slots are copied and from which they are filled
+again before a sequence starts.
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from penstock.schemas.kv import KvEvent, Removed, Stored
 
-HOST = 1  # tier in KV events
+HOST, DISK = 1, 2  # tiers in KV events
+RUN = 1024  # names in an event, at most: a batch has to fit a message
+MOST_WRITES = 32  # to files at once
+MOST_READ = 1 / 2  # of the slots, for sequences that wait for blocks from files
 
 
 class BlockCopies(NamedTuple):
@@ -31,7 +35,13 @@ class BlockCopies(NamedTuple):
 
 
 class BlockCopier(Protocol):
-    """Moves whole blocks between the device's pool and the host's."""
+    """Moves whole blocks between the device's pool and the host's.
+
+    Attributes:
+        load_s: seconds that copying a block to the device takes; 0: unknown.
+    """
+
+    load_s: float
 
     def copy(self, copies: BlockCopies) -> None:
         """Saves, then loads; steps that start later see them.
@@ -43,66 +53,259 @@ class BlockCopier(Protocol):
     def close(self) -> None: ...
 
 
+class FileResult(NamedTuple):
+    """What became of a block that was to be written to a file or read from one. ``late``: it is still being read."""
+
+    name: bytes
+    read: bool
+    ok: bool
+    late: bool = False
+
+
+class BlockFiles(Protocol):
+    """Slots of the host's pool in files, written and read by threads.
+
+    Attributes:
+        read_s: seconds that reading a block takes; 0: unknown.
+    """
+
+    read_s: float
+
+    def write(self, name: bytes, parent: bytes | None, slot: int) -> bool:
+        """Begin to write a slot; False: not now. The slot stays as it is until there is a result."""
+
+    def read(self, name: bytes, parent: bytes | None, slot: int) -> None:
+        """Begin to read into a slot, which nothing else uses until there is a result that is not ``late``."""
+
+    def remove(self, name: bytes, parent: bytes | None) -> None: ...
+
+    def results(self) -> list[FileResult]:
+        """What was done since the last call."""
+
+    def close(self) -> None: ...
+
+
+class _Changes:
+    """Names that come to a tier and leave it, as events; those of a chain share one."""
+
+    def __init__(self, tier: int, *, wanted: bool) -> None:
+        self._tier, self._wanted = tier, wanted
+        self._events: list[KvEvent] = []
+        self._run: list[bytes] = []  # each the parent of the one before: blocks leave the device from the last on
+        self._parent: bytes | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._events or self._run)
+
+    def add(self, events: list[KvEvent]) -> None:
+        if self._wanted:
+            self._end_run()
+            self._events += events
+
+    def stored(self, name: bytes, parent: bytes | None) -> None:
+        if self._run and (name != self._parent or len(self._run) >= RUN):
+            self._end_run()
+        if self._wanted:
+            self._run.append(name)
+            self._parent = parent
+
+    def removed(self, names: Seq[bytes]) -> None:
+        parts = (names[at : at + RUN] for at in range(0, len(names), RUN))
+        self.add([Removed(b"".join(part), tier=self._tier) for part in parts])
+
+    def take(self) -> list[KvEvent]:
+        self._end_run()
+        events, self._events = self._events, []
+        return events
+
+    def _end_run(self) -> None:
+        if self._run:
+            self._events.append(Stored(b"".join(reversed(self._run)), self._parent, tier=self._tier))
+            self._run = []
+
+
+def stored_runs(parents: Mapping[bytes, bytes | None], tier: int) -> list[KvEvent]:
+    """All names of a tier as events, parents before children as far as they are there."""
+    children: dict[bytes | None, list[bytes]] = {}
+    for name, parent in parents.items():
+        children.setdefault(parent if parent in parents else None, []).append(name)
+    runs: list[list[bytes]] = []
+    following = children.get(None, [])[::-1]
+    while following:
+        name = following.pop()
+        following += children.get(name, ())
+        if runs and runs[-1][-1] == parents[name] and len(runs[-1]) < RUN:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [Stored(b"".join(run), parents[run[0]], tier=tier) for run in runs]
+
+
+class BlockFetch:
+    """Blocks that a waiting sequence needs from files: they stay in host memory until it has started.
+
+    Attributes:
+        waiting: those that are still being read.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[bytes] = []
+        self.waiting: set[bytes] = set()
+
+
+class DiskCache:
+    """Which names are in files.
+
+    Args:
+        most_blocks: beyond, the least recently used are removed.
+        present: those found at the start with their parents, the least recently used first.
+    """
+
+    def __init__(
+        self,
+        files: BlockFiles,
+        most_blocks: int,
+        present: Mapping[bytes, bytes | None] | None = None,
+        *,
+        kv_events: bool = True,
+    ) -> None:
+        self.files = files
+        self.most_blocks = most_blocks
+        self.names: OrderedDict[bytes, bytes | None] = OrderedDict(present or {})  # with their parents
+        self.writing: dict[bytes, int] = {}  # with their slots
+        self.reading: dict[bytes, int] = {}
+        self.void: set[bytes] = set()  # of ``writing``: what was forgotten meanwhile
+        self.read_blocks = self.written_blocks = self.lost_blocks = 0  # since start
+        self.changes = _Changes(DISK, wanted=kv_events)
+        self._shrink()
+        self.changes.add(stored_runs(self.names, DISK))
+
+    def put(self, name: bytes, parent: bytes | None) -> None:
+        self.written_blocks += 1
+        self.names[name] = parent
+        self.changes.stored(name, parent)
+        self._shrink()
+
+    def drop(self, name: bytes) -> None:
+        parent = self.names.pop(name)
+        self.changes.removed([name])
+        self.files.remove(name, parent)
+
+    def forget(self) -> None:
+        for name in list(self.names):
+            self.drop(name)
+        self.void.update(self.writing)
+
+    def _shrink(self) -> None:
+        while len(self.names) > self.most_blocks:
+            oldest = next((name for name in self.names if name not in self.reading), None)
+            if oldest is None:
+                return
+            self.drop(oldest)
+
+
 class HostCache:
-    """Which names are in which slot.
+    """Which names are in which slot, and which of them are written to files and read from there.
+
+    A slot is written from its first idle moment on, so that a block need not wait for its file when the slot is needed:
+    what is not written by then is lost. So files never delay a step.
 
     Args:
         slots: blocks that the host's pool holds.
         kv_events: report names that enter or leave.
+        disk: None: nothing is written to files.
+    Attributes:
+        memory_only: names that are never written to a file.
+        unwritten: names to be written, the first one next.
     """
 
-    def __init__(self, slots: int, *, kv_events: bool = True) -> None:
+    def __init__(self, slots: int, *, kv_events: bool = True, disk: DiskCache | None = None) -> None:
         if slots < 1:
             raise ValueError(f"an offload pool needs at least one block, not {slots}")
         self.slots = slots
-        self.kv_events = kv_events
+        self.disk = disk
         self.loaded_blocks = 0  # since start
         self.names: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self.parents: dict[bytes, bytes | None] = {}
         self.free = list(range(slots - 1, -1, -1))
+        self.memory_only: set[bytes] = set()
+        self.unwritten: OrderedDict[bytes, None] = OrderedDict()
+        self._fetches: list[BlockFetch] = []
+        self._kept: Counter[bytes] = Counter()  # by fetches
         self._pinned: set[bytes] = set()  # to be loaded before the next step
         self._loading: set[bytes] = set()  # pinned until the copies are taken
         self._saves: dict[int, int] = {}  # slot -> block
         self._loads: list[tuple[int, int]] = []
-        self._events: list[KvEvent] = []
+        self._changes = _Changes(HOST, wanted=kv_events)
 
     @property
     def used_slots(self) -> int:
         return len(self.names)
 
-    def save(self, name: bytes, parent: bytes | None, block: int) -> None:
-        """A named block leaves the device; without a slot that can be reassigned it is lost."""
+    @property
+    def busy(self) -> bool:
+        """Whether files are being written or read: ``poll`` is to be called soon."""
+        return self.disk is not None and bool(self.disk.writing or self.disk.reading)
+
+    def save(self, name: bytes, parent: bytes | None, block: int, *, memory_only: bool = False) -> None:
+        """A named block leaves the device; without a slot that can be reassigned it is lost.
+
+        Args:
+            memory_only: it is not to be written to a file.
+        """
         if name in self.names:
             self.names.move_to_end(name)
-            return
-        slot = self.free.pop() if self.free else self._evict()
-        if slot is None:
-            return
+        else:
+            slot = self._take_slot()
+            if slot is None:
+                return
+            self._saves[slot] = block
+            self._enter(name, parent, slot)
+            if memory_only:
+                self.memory_only.add(name)
+        if not memory_only:
+            self._may_write((name,))
+
+    def _enter(self, name: bytes, parent: bytes | None, slot: int) -> None:
         self.names[name] = slot
         self.parents[name] = parent
-        self._saves[slot] = block
-        if self.kv_events:
-            self._events.append(Stored(name, parent, tier=HOST))
+        self._changes.stored(name, parent)
 
-    def _evict(self) -> int | None:
+    def _may_write(self, names: Seq[bytes]) -> None:
+        self.memory_only.difference_update(names)
+        if self.disk is not None:
+            self.unwritten.update(dict.fromkeys(name for name in names if name not in self.disk.names))
+
+    def _take_slot(self) -> int | None:
+        if self.free:
+            return self.free.pop()
+        writing = self.disk.writing if self.disk is not None else ()
         for name in self.names:
-            if name not in self._pinned:
-                if self.kv_events:
-                    self._events.append(Removed(name, tier=HOST))
+            if name not in self._pinned and name not in self._kept and name not in writing:
+                self._changes.removed([name])
                 del self.parents[name]
+                self.memory_only.discard(name)
+                if name in self.unwritten:
+                    del self.unwritten[name]
+                    assert self.disk is not None
+                    self.disk.lost_blocks += 1
                 return self.names.pop(name)
         return None
 
-    def forget(self) -> None:
-        """Remove all names, and the copies that are planned: what the slots hold is no longer valid."""
-        if self.kv_events and self.names:
-            self._events.append(Removed(b"".join(self.names), tier=HOST))
-        self.free += self.names.values()
-        self.names.clear()
-        self.parents.clear()
-        self._pinned.clear()
-        self._loading.clear()
+    def forget(self, *, files: bool) -> None:
+        """Remove all names, and the copies that are planned: what the slots hold is no longer valid.
+
+        Args:
+            files: neither is what the files hold.
+        """
+        self._changes.removed(list(self.names))
+        writing = self.disk.writing if self.disk is not None else {}
+        self.free += [slot for name, slot in self.names.items() if name not in writing]
+        for unused in (self.names, self.parents, self.memory_only, self.unwritten, self._pinned, self._loading):
+            unused.clear()
         self._saves, self._loads = {}, []
+        if self.disk is not None and files:
+            self.disk.forget()
 
     def match(self, digests: Seq[bytes], start: int, limit: int) -> list[bytes]:
         """Names of ``digests[start:limit]`` that are here, up to the first that is not."""
@@ -120,13 +323,19 @@ class HostCache:
     def unpin(self, names: Seq[bytes]) -> None:
         self._pinned.difference_update(set(names) - self._loading)
 
-    def load(self, names: Seq[bytes], blocks: Seq[int]) -> None:
-        """Plan to copy pinned names into blocks."""
+    def load(self, names: Seq[bytes], blocks: Seq[int], *, memory_only: bool = False) -> None:
+        """Plan to copy pinned names into blocks.
+
+        Args:
+            memory_only: as of ``save``, for whom they are loaded.
+        """
         for name, block in zip(names, blocks, strict=True):
             self._loads.append((self.names[name], block))
             self.names.move_to_end(name)
         self._loading.update(names)
         self.loaded_blocks += len(names)
+        if not memory_only and self.memory_only:
+            self._may_write([name for name in names if name in self.memory_only])
 
     def take_copies(self) -> BlockCopies | None:
         """Copies that were planned since the last call; None: none."""
@@ -138,16 +347,101 @@ class HostCache:
         self._loading.clear()
         return copies
 
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def fetch(self, digests: Seq[bytes], start: int, limit: int) -> BlockFetch | None:
+        """Begin to read those of ``digests[start:limit]`` that are in files only; None: none is, or there is no room.
+
+        The others that are here stay as long as what is fetched.
+        """
+        disk = self.disk
+        if disk is None or start >= limit:
+            return None
+        fetch, room = BlockFetch(), int(self.slots * MOST_READ) - len(self._kept)
+        for name in digests[start:limit]:
+            if len(fetch.names) >= room or (name not in self.names and name not in disk.names):
+                break
+            if name in self.names:
+                self.names.move_to_end(name)
+            elif name not in disk.reading:
+                slot = self._take_slot()
+                if slot is None:
+                    break
+                disk.reading[name] = slot
+                disk.files.read(name, disk.names[name], slot)
+            if name in disk.reading:
+                fetch.waiting.add(name)
+            self._kept[name] += 1
+            fetch.names.append(name)
+        self._fetches.append(fetch)
+        if fetch.waiting:
+            return fetch
+        self.release(fetch)
+        return None
+
+    def release(self, fetch: BlockFetch) -> None:
+        """Its sequence has started, or was cancelled."""
+        self._fetches.remove(fetch)
+        for name in fetch.names:
+            self._kept[name] -= 1
+            if not self._kept[name]:
+                del self._kept[name]
+
+    def poll(self) -> None:
+        """Take in what was written and read, and begin to write more."""
+        disk = self.disk
+        if disk is None:
+            return
+        for name, read, ok, late in disk.files.results():
+            if not read:
+                self._written(disk, name, ok=ok)
+                continue
+            for fetch in self._fetches:
+                fetch.waiting.discard(name)
+            if not late:
+                self._read(disk, name, ok=ok)
+        while self.unwritten and len(disk.writing) < MOST_WRITES:
+            name = next(iter(self.unwritten))
+            slot = self.names[name]
+            if slot in self._saves or name in disk.writing or not disk.files.write(name, self.parents[name], slot):
+                return
+            disk.writing[name] = slot
+            del self.unwritten[name]
+
+    def _written(self, disk: DiskCache, name: bytes, *, ok: bool) -> None:
+        slot, parent = disk.writing.pop(name), self.parents.get(name)
+        void = name in disk.void
+        disk.void.discard(name)
+        if self.names.get(name) != slot:  # forgotten meanwhile
+            self.free.append(slot)
+        elif ok and not void:
+            disk.put(name, parent)
+            return
+        if ok:
+            disk.files.remove(name, parent)
+
+    def _read(self, disk: DiskCache, name: bytes, *, ok: bool) -> None:
+        slot = disk.reading.pop(name)
+        if ok and name in disk.names and name not in self.names:
+            disk.read_blocks += 1
+            disk.names.move_to_end(name)
+            self._enter(name, disk.names[name], slot)
+            return
+        self.free.append(slot)
+        if not ok and name in disk.names:
+            disk.drop(name)
+
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self._changes or (self.disk is not None and self.disk.changes))
 
     def take_events(self) -> list[KvEvent]:
-        events, self._events = self._events, []
-        return events
+        events = self._changes.take()
+        return events if self.disk is None else self.disk.changes.take() + events
 
     def dump(self) -> list[KvEvent]:
-        return [Stored(name, self.parents[name], tier=HOST) for name in self.names]
+        events = stored_runs(self.parents, HOST)
+        return events if self.disk is None else events + stored_runs(self.disk.names, DISK)
 
 
 class BlockObserver(Protocol):
@@ -175,6 +469,7 @@ class BlockManager:
         holders, names, parents: of each block: sequences that hold it, its name, and the name of the block before it.
         cache: the block of each name.
         idle, unused: cached blocks that nobody holds, the first to be evicted first, and blocks without a name.
+        memory_only: blocks whose content is not to be written to a file.
     """
 
     def __init__(
@@ -196,6 +491,7 @@ class BlockManager:
         self._removed: list[bytes] = []  # not yet in _events
         self.observer: BlockObserver | None = None
         self.host = host
+        self.memory_only: set[int] = set()
 
     @property
     def available(self) -> int:
@@ -264,6 +560,8 @@ class BlockManager:
 
     def _take_one(self) -> int:
         block = self.unused.pop() if self.unused else self._evict_one()
+        if self.memory_only:
+            self.memory_only.discard(block)
         self.holders[block] = 1
         self.generations[block] = (self.generations[block] + 1) & 0xFFFFFFFF
         return block
@@ -277,7 +575,7 @@ class BlockManager:
         if self.kv_events:
             self._removed.append(name)
         if self.host is not None:
-            self.host.save(name, self.parents[block], block)
+            self.host.save(name, self.parents[block], block, memory_only=block in self.memory_only)
         if self.observer is not None:
             self.observer.discard(block)
         return block
@@ -289,8 +587,12 @@ class BlockManager:
         self.unused.append(self._evict_one())
         return True
 
-    def forget(self) -> None:
-        """Remove all names: what the blocks hold is no longer valid. Those that are held stay held."""
+    def forget(self, *, files: bool = True) -> None:
+        """Remove all names: what the blocks hold is no longer valid. Those that are held stay held.
+
+        Args:
+            files: neither is what the files hold.
+        """
         while self.evict():
             pass
         for name, block in self.cache.items():
@@ -299,7 +601,7 @@ class BlockManager:
                 self._removed.append(name)
         self.cache.clear()
         if self.host is not None:
-            self.host.forget()
+            self.host.forget(files=files)
 
     def shared(self, block: int) -> bool:
         """Whether more than one table holds a block."""
@@ -361,14 +663,17 @@ class BlockManager:
         return bool(self._events or self._removed or (self.host is not None and self.host.has_events))
 
     def take_events(self) -> list[KvEvent]:
-        """Names that entered and left the cache since the last call, in the order in which they did."""
+        """Names that entered and left the cache since the last call, in the order in which they did on each tier.
+
+        Slower tiers come first, so that readers never miss a block that has moved.
+        """
         if self._removed:
             self._flush_removed()
         events = self._events
         if events:
             self._events = []
         if self.host is not None and self.host.has_events:
-            return events + self.host.take_events()
+            return self.host.take_events() + events
         return events
 
     def _flush_removed(self) -> None:

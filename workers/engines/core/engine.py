@@ -9,12 +9,14 @@ as long as they equal the drawn tokens, so the output is that of the target alon
 The state of a scheduler in numbers, as engines report it. Pure.
 """
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import structlog
 from msgspec.structs import replace
 
 from penstock.infra.model.adapter import AdapterFolder
@@ -23,7 +25,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.open_constraints import RunningConstraints, matcher_of
-from penstock.workers.engines.core.blocks import BlockCopier
+from penstock.workers.engines.core.blocks import MOST_WRITES, BlockCopier, DiskCache, HostCache
 from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
 from penstock.workers.engines.core.queue import AdapterSlots
 from penstock.workers.engines.core.scheduler import Scheduler
@@ -36,6 +38,7 @@ from penstock.workers.engines.core.sequence import (
     ScheduledSequence,
 )
 from penstock.workers.engines.engine_protocol import (
+    EngineError,
     EngineInfo,
     EngineStats,
     Failure,
@@ -47,6 +50,11 @@ from penstock.workers.engines.engine_protocol import (
     check_vocabulary,
 )
 from penstock.workers.engines.logits.registry import Registry
+
+SPILL_S = 8.0  # of an engine's end
+SPILL_PAUSE_S = 0.001
+
+log = structlog.get_logger("engine")
 
 
 class Drafter(Protocol):
@@ -110,7 +118,18 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         accepted_tokens=drafts.accepted,
         host_blocks=0 if host is None else host.used_slots,
         loaded_blocks=0 if host is None else host.loaded_blocks,
+        **({} if host is None or host.disk is None else disk_stats(host.disk)),
     )
+
+
+def disk_stats(disk: DiskCache) -> dict[str, Any]:
+    return {
+        "disk_blocks": len(disk.names),
+        "disk_read_blocks": disk.read_blocks,
+        "disk_written_blocks": disk.written_blocks,
+        "disk_lost_blocks": disk.lost_blocks,
+        "disk_read_s": disk.files.read_s,
+    }
 
 
 class Adapters:
@@ -327,6 +346,8 @@ class ScheduledEngine:
             EngineError: the executor is broken; so is this engine.
         """
         scheduler = self.scheduler
+        if scheduler.blocks.host is not None:
+            scheduler.blocks.host.poll()
         plan = scheduler.schedule()
         failures: list[Failure] = []
         scoring = scheduler.scoring.sequences
@@ -369,6 +390,28 @@ class ScheduledEngine:
         if copies is not None:
             copier.copy(copies)
 
+    def _spill(self, host: HostCache, disk: DiskCache) -> None:
+        """Write what is cached to files, for the next start, as far as that goes within ``SPILL_S``."""
+        blocks, deadline = self.scheduler.blocks, time.monotonic() + SPILL_S
+        left = [(name, block) for name, block in blocks.cache.items() if block not in blocks.memory_only]
+        left = [each for each in left if each[0] not in host.names and each[0] not in disk.names][::-1]
+        try:
+            if self._copier is not None:
+                self._copy(self._copier)
+            while time.monotonic() < deadline and (left or host.unwritten or disk.writing):
+                host.poll()
+                if not disk.writing and host.unwritten:  # the disk takes no more
+                    break
+                while left and len(host.unwritten) < MOST_WRITES:
+                    name, block = left.pop()
+                    host.save(name, blocks.parents[block], block)
+                if self._copier is not None:
+                    self._copy(self._copier)
+                time.sleep(SPILL_PAUSE_S)
+        except EngineError as error:
+            log.warning("kv_not_spilled", error=str(error))
+        disk.files.close()
+
     def _step_overlapped(
         self, plan: list[ScheduledSequence], scoring: list[ScheduledSequence], failures: list[Failure]
     ) -> StepResult:
@@ -395,7 +438,9 @@ class ScheduledEngine:
             self.ahead = executor  # type: ignore[assignment]
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(scheduler_stats(self.scheduler), logits_errors=self._processors.errors.count)
+        load_s = self._copier.load_s if self._copier is not None else 0.0
+        stats, errors = scheduler_stats(self.scheduler), self._processors.errors.count
+        return msgspec.structs.replace(stats, logits_errors=errors, load_s=load_s)
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
         return self.scheduler.blocks.dump()
@@ -421,6 +466,9 @@ class ScheduledEngine:
 
     def close(self) -> None:
         self.inflight = None
+        host = self.scheduler.blocks.host
+        if host is not None and host.disk is not None:
+            self._spill(host, host.disk)
         self._owned.close()
         if self._speculation is not None:
             self._speculation.drafter.close()

@@ -277,6 +277,7 @@ class Queue:
         """It was cancelled."""
         del self.waiting[sequence.key]
         self.unreserve(sequence)
+        self._release_fetch(sequence)
         if self._fair is not None and not sequence.started:
             self._fair.remove(sequence.key)
         self._unshare()
@@ -328,6 +329,8 @@ class Queue:
     def next(self, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Take the next sequence out of the queue; None: none can start."""
         head = self._head()
+        if head.fetch is not None and head.fetch.waiting:
+            return self._pass_reading(running)
         if not self.adapters.has_room(head):
             return self._pass(head, running)
         admission = self._try_admit(head, running)
@@ -336,6 +339,30 @@ class Queue:
             if admission is None and not running:
                 admission = self._reclaim_for(head)
         return admission
+
+    # -- blocks in files -------------------------------------------------------------------------------------
+
+    def fetch(self, sequence: Sequence) -> None:
+        """Begin to read what a sequence that came now needs from files; it waits for that."""
+        host, digests = self._blocks.host, sequence.digests
+        if host is None or host.disk is None or sequence.reservation is not None:
+            return
+        most = self._reusable(sequence)
+        hits = len(self._blocks.match(digests, most))
+        sequence.fetch = host.fetch(digests, hits, most)
+
+    def _release_fetch(self, sequence: Sequence) -> None:
+        fetch, sequence.fetch = sequence.fetch, None
+        if fetch is not None:
+            assert self._blocks.host is not None
+            self._blocks.host.release(fetch)
+
+    def _pass_reading(self, running: Seq[Sequence]) -> AdmittedSequence | None:
+        """Let the first sequence that waits for no file go before the head, which does so for a bounded time."""
+        for sequence in self.waiting.values():
+            if sequence.fetch is None or not sequence.fetch.waiting:
+                return self._try_admit(sequence, running)
+        return None
 
     def _pass(self, head: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Let the first sequence whose adapter has a slot go before the head, whose adapter has none."""
@@ -367,7 +394,7 @@ class Queue:
         return None
 
     def _try_admit(self, sequence: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
-        if not self.adapters.has_room(sequence):
+        if not self.adapters.has_room(sequence) or (sequence.fetch is not None and sequence.fetch.waiting):
             return None
         need = self._need(sequence)
         if self._no_evict and sequence.reservation is None and not self._fits_to_end(sequence, need, running):
@@ -383,7 +410,11 @@ class Queue:
         hits = len(need.hits)
         computed = (hits + len(need.offloaded)) * self._block_size
         if host is not None:
-            host.load(need.offloaded, table[hits : hits + len(need.offloaded)])
+            blocks = table[hits : hits + len(need.offloaded)]
+            host.load(need.offloaded, blocks, memory_only=sequence.no_store)
+            if not sequence.no_store:
+                self._blocks.memory_only.difference_update(need.hits)
+        self._release_fetch(sequence)
         if need.tail:
             assert sequence.reservation is not None
             table[len(need.hits) : len(need.hits)] = need.tail
@@ -400,9 +431,7 @@ class Queue:
 
     def _need(self, sequence: Sequence) -> _BlockNeed:
         size, scored = self._block_size, sequence.score >= sequence.prompt_len
-        tokens = len(sequence.tokens)
-        # Never all known tokens: the last one must be computed for its logits, and so must scored ones.
-        max_blocks = ((tokens if scored else sequence.score) - 1) // size
+        tokens, max_blocks = len(sequence.tokens), self._reusable(sequence)
         reservation, tail = sequence.reservation, []
         offloaded: list[bytes] = []
         if reservation is not None and reservation.filled:
@@ -419,6 +448,12 @@ class Queue:
             if self._blocks.host is not None:
                 offloaded = self._blocks.host.match(sequence.digests, named, max_blocks)
         return _BlockNeed(hits, tail, -(-tokens // size) - len(hits) - len(tail), named, offloaded)
+
+    def _reusable(self, sequence: Sequence) -> int:
+        """Leading blocks that can be taken from a cache."""
+        # Never all known tokens: the last one must be computed for its logits, and so must scored ones.
+        scored = sequence.score >= sequence.prompt_len
+        return ((len(sequence.tokens) if scored else sequence.score) - 1) // self._block_size
 
     def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:
         """Whether the longest output of a sequence fits beside those of all running ones."""

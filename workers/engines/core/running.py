@@ -170,7 +170,10 @@ def name_blocks(blocks: BlockManager, sequence: Sequence, computed: int, size: i
         parent = digests[-1] if digests else sequence.root
         tokens = pack_tokens(sequence.tokens[done * size : (done + 1) * size])
         digests.append(extend(parent, tokens, sequence.extra.get(done, b"")))
-    sequence.named = blocks.name(sequence.blocks, digests, sequence.named, full, leaving=leaving)
+    before = sequence.named
+    sequence.named = blocks.name(sequence.blocks, digests, before, full, leaving=leaving)
+    if sequence.no_store:
+        blocks.memory_only.update(sequence.blocks[before : sequence.named])
 
 
 class KvCacheManager:

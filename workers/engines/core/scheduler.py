@@ -105,6 +105,7 @@ def new_sequence(
         share=request.share,
         pin=request.pin,
         reservation=request.reservation,
+        no_store=request.no_store,
         adapter=adapter,
         processors=processors,
         constraint=constraint,
@@ -197,6 +198,7 @@ class Scheduler:
         )
         self.by_key[request.key] = sequence
         self.queue.add(sequence)
+        self.queue.fetch(sequence)
 
     def cancel(self, key: object) -> bool:
         """Drop a sequence and free its blocks; False: unknown."""
@@ -212,11 +214,14 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Sequences wait and none runs: all blocks are pinned for handoffs, which must end first."""
-        return bool(self.queue) and not self.running and not self.running.ending and not self.held
+        """Nothing runs, and sequences wait for blocks that are pinned for handoffs, or files are read or written."""
+        waits = bool(self.queue and not self.held) or (self.blocks.host is not None and self.blocks.host.busy)
+        return waits and not self.running and not self.running.ending
 
     def has_work(self) -> bool:
         if self.by_key and not self.held:
+            return True
+        if self.blocks.host is not None and self.blocks.host.busy:
             return True
         return bool(self._inflight or self.report or self.pinned.has_new or self.blocks.has_events)
 
@@ -234,7 +239,7 @@ class Scheduler:
         """
         assert self.settled
         self.running.preempt_all()
-        self.blocks.forget()
+        self.blocks.forget(files=root_of is not None)
         for sequence in self.by_key.values():
             self.queue.unreserve(sequence)
             if root_of is not None:

@@ -11,6 +11,7 @@ from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.transfer import Memory
+from penstock.workers.engines.core.blocks import BlockFetch
 from penstock.workers.engines.engine_protocol import BlockReservation, MediaSpan
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Sequence:
     media: Seq[MediaSpan] = ()
     pin: bool = False  # see SequenceRequest
     reservation: BlockReservation | None = None
+    no_store: bool = False  # see SequenceRequest
+    fetch: BlockFetch | None = None  # what it waits for, or needs to start
     adapter: "LoadedAdapter | None" = None
     adapter_slot: int = -1  # of the device, while it runs; -1: it has no adapter
     passed: int = 0  # times that others went before it, because no slot was free for its adapter

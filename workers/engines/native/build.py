@@ -17,7 +17,7 @@ import torch
 
 from penstock.workers.engines import budgets
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
-from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, HostCache
+from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, DiskCache, HostCache
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import Adapters, ScheduledEngine
 from penstock.workers.engines.core.queue import AdapterSlots
@@ -25,6 +25,7 @@ from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
+from penstock.workers.engines.native.block_files import FolderFiles
 from penstock.workers.engines.native.executors import (
     PreparedModel,
     make_adapters,
@@ -73,20 +74,59 @@ class HostPool:
                 self._data = zeros(size, dtype, torch.device("cpu"))
         except (OSError, RuntimeError) as error:
             raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
+        self._bytes = self._data.view(torch.uint8).reshape(slots, -1).numpy()
+        self._copied: torch.cuda.Event | None = None  # behind the copies so far
+        self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None  # around the last loads
+        self.load_s = 0.0
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot, for files."""
+        return memoryview(self._bytes[slot])
+
+    def ready(self) -> Callable[[], None]:
+        """What waits, in any thread, for the copies so far."""
+        copied = self._copied
+        return copied.synchronize if copied is not None else lambda: None
 
     def copy(self, copies: BlockCopies) -> None:
         """Queue the copies on the device, without waiting; later steps see the result."""
         assert self._pool is not None, "closed"
         blocks, slots = self._pool.data, self._data
+        self._measure()
         with device_errors(), torch.inference_mode():
             for block, slot in copies.saves:
                 slots[slot].copy_(blocks[block], non_blocking=True)
+            began, timed = time.perf_counter(), self._event() if copies.loads else None
             for slot, block in copies.loads:
                 blocks[block].copy_(slots[slot], non_blocking=True)
+            self._copied = self._event()
+        if timed is not None and self._copied is not None:
+            self._timed = timed, self._copied, len(copies.loads)
+        elif copies.loads:
+            self._learn((time.perf_counter() - began) / len(copies.loads))
+
+    def _event(self) -> "torch.cuda.Event | None":
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _measure(self) -> None:
+        if self._timed is not None and self._timed[1].query():  # type: ignore[no-untyped-call]
+            began, ended, count = self._timed
+            self._learn(began.elapsed_time(ended) / 1e3 / count)
+            self._timed = None
+
+    def _learn(self, seconds: float) -> None:
+        self.load_s = seconds if not self.load_s else 0.8 * self.load_s + 0.2 * seconds
 
     def close(self) -> None:
         self._pool, self._data = None, torch.empty(0)
+        del self._bytes
 
+
+DISK_HOST_GIB = 1.0  # of host memory, through which blocks go to files and come back
 
 log = structlog.get_logger("engine")
 
@@ -191,6 +231,7 @@ def _prepare_rank(options: NativeOptions, rank: int) -> torch.device:
     for name, given in (
         ("max_loras", options.max_loras),
         ("kv_offloading_size", options.kv_offloading_size),
+        ("kv_disk", options.kv_disk),
         ("batch_invariant", options.batch_invariant),
     ):
         if given:
@@ -207,7 +248,7 @@ def _prepare_rank(options: NativeOptions, rank: int) -> torch.device:
 
 
 def _is_hybrid(options: NativeOptions) -> bool:
-    return options.hybrid_kv_cache and not options.drafts and not options.kv_offloading_size
+    return options.hybrid_kv_cache and not options.drafts and not options.kv_offloading_size and not options.kv_disk
 
 
 def _load(model: str, device: torch.device, options: NativeOptions, group: RankGroup | None = None) -> Model:
@@ -346,13 +387,22 @@ def _info(
 
 
 def _offload(pools: KvPools, options: NativeOptions) -> tuple[HostCache | None, HostPool | None]:
-    """Where evicted blocks go, if the options have host memory for them."""
-    if not options.kv_offloading_size or not options.prefix_cache:
+    """Where evicted blocks go, if the options have host memory or a folder for them."""
+    size = options.kv_offloading_size or (DISK_HOST_GIB if options.kv_disk else 0.0)
+    if not size or not options.prefix_cache:
         return None, None
-    slots = int(options.kv_offloading_size * (1 << 30)) // pools.kv.block_bytes
+    block_bytes = pools.kv.block_bytes
+    slots = int(size * (1 << 30)) // block_bytes
     if slots < 1:
-        raise EngineError(f"a KV block has {pools.kv.block_bytes} bytes; raise kv_offloading_size (GiB)")
-    return HostCache(slots, kv_events=options.kv_events), HostPool(pools.kv, slots)
+        raise EngineError(f"a KV block has {block_bytes} bytes; raise kv_offloading_size (GiB)")
+    pool, disk = HostPool(pools.kv, slots), None
+    if options.kv_disk:
+        layout = f"{pools.kv.memory().layout} {options.quantization}"
+        files = FolderFiles(options.kv_disk, layout, block_bytes, pool.view, pool.ready)
+        most = options.kv_disk_bytes // files.file_bytes
+        disk = DiskCache(files, most, files.present, kv_events=options.kv_events)
+        log.info("kv_disk_opened", folder=options.kv_disk, blocks=len(disk.names), most_blocks=most)
+    return HostCache(slots, kv_events=options.kv_events, disk=disk), pool
 
 
 def find_device(name: str) -> torch.device:

@@ -1,25 +1,37 @@
 """Blocks that leave the device come back from host memory with their KV, under their names, and the events say so."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas.block_hashes import split
 from penstock.schemas.kv import Removed, Stored
-from penstock.workers.engines.core.blocks import HOST, BlockCopies, BlockManager, HostCache
+from penstock.workers.engines.core.blocks import (
+    DISK,
+    HOST,
+    BlockCopies,
+    BlockManager,
+    DiskCache,
+    FileResult,
+    HostCache,
+)
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, StepResult
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
-from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
+from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, names, request
 
 WORDS, SIZE = MockVocabulary(6, excluded=(2,)), 4
 
 
 class Copier:
     """Copies what ``PoolMemory`` says lies in the pool."""
+
+    load_s = 0.0
 
     def __init__(self, memory: PoolMemory) -> None:
         self.memory = memory
@@ -38,14 +50,67 @@ class Copier:
         self.closed = True
 
 
+class Files:
+    """Files whose threads are as slow as a plan says: each look at the results ends some of what was begun.
+
+    Args:
+        plan: by turns, how many tasks end, and whether they succeed; False: the file is damaged.
+    """
+
+    read_s = 0.0
+
+    def __init__(self, plan: Sequence[tuple[int, bool]] = ((9, True),)) -> None:
+        self.plan, self.turn = plan, 0
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # the copier's
+        self.content: dict[bytes, list[tuple[int, ...]]] = {}
+        self.removed: list[bytes] = []
+        self.tasks: list[tuple[bytes, int, bool]] = []
+        self.full = self.closed = False
+        self.present: dict[bytes, bytes | None] = {}  # at the start of the next engine
+
+    def write(self, name: bytes, parent: bytes | None, slot: int) -> bool:
+        if not self.full:
+            self.tasks.append((name, slot, False))
+        return not self.full
+
+    def read(self, name: bytes, parent: bytes | None, slot: int) -> None:
+        self.tasks.append((name, slot, True))
+
+    def remove(self, name: bytes, parent: bytes | None) -> None:
+        self.content.pop(name, None)
+        self.removed.append(name)
+
+    def results(self) -> list[FileResult]:
+        count, ok = self.plan[self.turn % len(self.plan)]
+        self.turn += 1
+        done, self.tasks = self.tasks[:count], self.tasks[count:]
+        for name, slot, read in done:
+            if read and ok:
+                content = self.content[name]
+                self.slots.update({(slot, offset): content[offset] for offset in range(SIZE)})
+            elif not read:
+                self.content[name] = [self.slots[slot, offset] for offset in range(SIZE)]
+        late = [FileResult(name, read=True, ok=False, late=True) for name, _, read in self.tasks if read and not ok]
+        return [FileResult(name, read, ok) for name, _, read in done] + late
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class Rig:
-    def __init__(self, blocks: int, slots: int, *, budget: int = 64) -> None:
-        self.host = HostCache(slots)
+    def __init__(
+        self, blocks: int, slots: int, *, budget: int = 64, files: Files | None = None, most_files: int = 99
+    ) -> None:
+        self.disk = DiskCache(files, most_files, dict(files.present)) if files is not None else None
+        self.on_disk = set[bytes]()
+        self.host = HostCache(slots, disk=self.disk)
         self.manager = BlockManager(blocks, host=self.host)
         config = SchedulerConfig(block_size=SIZE, max_running=3, max_batched_tokens=budget, max_model_len=200)
         self.scheduler = Scheduler(self.manager, config)
         self.memory = PoolMemory(MockExecutor(WORDS, 1, speedup=0), SIZE, ROOT)
         self.copier = Copier(self.memory)
+        if files is not None:
+            files.slots = self.copier.slots
         info = EngineInfo("mock", SIZE, blocks, 3, 200, 6, (), True)
         self.engine = ScheduledEngine(info, self.scheduler, self.memory, copier=self.copier)
         self.mirror, self.reported = Mirror(), set[bytes]()
@@ -56,13 +121,17 @@ class Rig:
         self.cached.update(dict(result.started))
         self.mirror.apply([event for event in result.events if not getattr(event, "tier", 0)])
         for event in result.events:
-            if isinstance(event, Stored) and event.tier == HOST:
-                assert event.digests not in self.reported
-                self.reported.add(event.digests)
-            elif isinstance(event, Removed) and event.tier == HOST:
-                self.reported.remove(event.digests)
+            reported = {HOST: self.reported, DISK: self.on_disk}.get(getattr(event, "tier", 0))
+            for name in split(event.digests) if reported is not None and isinstance(event, Stored | Removed) else ():
+                assert (name in reported) == isinstance(event, Removed)
+                reported ^= {name}
         assert self.reported == set(self.host.names)
-        assert len(self.host.names) + len(self.host.free) == self.host.slots
+        used = set(self.host.names.values())
+        if self.disk is not None:
+            assert self.on_disk == set(self.disk.names)
+            assert len(self.disk.names) <= self.disk.most_blocks
+            used |= set(self.disk.writing.values()) | set(self.disk.reading.values())
+        assert len(used) + len(self.host.free) == self.host.slots
         check_pool(self.manager, [sequence.blocks for sequence in self.scheduler.running])
         self.memory.check_names(self.manager)
         return result
@@ -118,6 +187,101 @@ def test_slots_of_blocks_that_are_being_loaded_are_not_reassigned() -> None:
     assert cache.take_events() == []
 
 
+def test_names_of_a_tier_are_reported_in_chains() -> None:
+    cache = HostCache(9)
+    for at in (4, 3, 2):  # as they leave the device
+        cache.save(bytes([at]), bytes([at - 1]), at)
+    cache.save(b"x", None, 7)
+    assert cache.take_events() == [Stored(b"\2\3\4", b"\1", tier=HOST), Stored(b"x", tier=HOST)]
+    assert cache.dump() == [Stored(b"\2\3\4", b"\1", tier=HOST), Stored(b"x", tier=HOST)]
+
+
+def test_a_prompt_comes_back_from_files_of_an_earlier_engine() -> None:
+    files = Files()
+    first = Rig(12, 8, files=files)
+    answer = first.run("a", prompt(37), 4)
+    for salt in range(1, 4):
+        first.run(salt, prompt(40, salt), 2)
+    first.engine.close()
+    assert files.closed
+    files.present = dict(first.disk.names) if first.disk is not None else {}
+    second = Rig(12, 30, files=files)
+    assert second.run("b", prompt(37), 4) == answer
+    assert second.cached["b"] == 36
+    stats = second.engine.stats()
+    assert (stats.disk_read_blocks, stats.loaded_blocks) == (9, 9)
+    dumped = second.engine.dump()
+    assert {name for event in dumped if event.tier == DISK for name in split(event.digests)} == second.on_disk  # type: ignore[union-attr]
+
+
+def test_damaged_files_are_dropped_and_their_blocks_computed() -> None:
+    files = Files()
+    first = Rig(12, 30, files=files)
+    first.run("a", prompt(37), 4)
+    first.run("b", prompt(40, 1), 4)
+    first.engine.close()
+    assert first.disk is not None
+    files.present, files.plan = dict(first.disk.names), ((9, False),)
+    second = Rig(12, 30, files=files)
+    assert second.run("b", prompt(37), 4) == expected_tokens(prompt(37), 4, WORDS)
+    assert second.cached["b"] == 0
+    assert files.removed
+
+
+def test_others_start_while_one_waits_for_files_and_late_ones_are_computed() -> None:
+    files = Files()
+    first = Rig(12, 30, files=files)
+    first.run("a", prompt(37), 2)
+    first.engine.close()
+    assert first.disk is not None
+    files.present, files.plan = dict(first.disk.names), ((0, True),)
+    second = Rig(40, 30, files=files)
+    second.engine.submit(request("a", prompt(37), 2, ignore_eos=True, root=ROOT))
+    second.engine.submit(request("b", prompt(20, 1), 2, ignore_eos=True, root=ROOT))
+    found = [output.token for _ in range(6) for output in second.step().outputs]
+    assert found == expected_tokens(prompt(20, 1), 2, WORDS)
+    assert "a" not in second.cached
+    assert second.engine.blocked, "the loop pauses between two looks"
+    files.plan = ((0, False),)
+    for _ in range(4):
+        second.step()
+    assert second.cached["a"] == 0
+    files.plan = ((9, True),)
+    while second.engine.has_work():
+        second.step()
+
+
+def test_kv_of_no_store_goes_to_no_file_until_another_request_has_it() -> None:
+    files = Files()
+    rig = Rig(12, 30, files=files)
+    rig.engine.submit(request("a", prompt(37), 2, ignore_eos=True, root=ROOT, no_store=True))
+    for salt in (1, 2):
+        rig.run(salt, prompt(40, salt), 2)
+    private = set(names(prompt(37)))
+    assert private & rig.reported, "it is in host memory"
+    assert not private & rig.on_disk
+    rig.run("b", prompt(37), 2)
+    for salt in (1, 2):
+        rig.run(salt, prompt(40, salt), 2)
+    assert private & rig.on_disk
+    rig = Rig(12, 30, files=(closing := Files()))
+    rig.engine.submit(request("a", prompt(37), 2, ignore_eos=True, root=ROOT, no_store=True))
+    rig.run("c", prompt(9, 1), 2)
+    rig.engine.close()
+    assert not private & closing.content.keys()
+
+
+def test_a_full_disk_keeps_nothing_waiting() -> None:
+    files = Files()
+    rig = Rig(12, 6, files=files)
+    files.full = True
+    for salt in range(4):
+        rig.run(salt, prompt(40, salt), 2)
+    assert not rig.on_disk
+    assert rig.engine.stats().disk_lost_blocks > 0
+    assert not rig.engine.has_work(), "an idle engine does not wait for a disk"
+
+
 def test_handoffs_are_refused_and_the_copier_is_closed() -> None:
     rig = Rig(12, 4)
     assert rig.engine.kv_transfer is None
@@ -136,11 +300,20 @@ def test_handoffs_are_refused_and_the_copier_is_closed() -> None:
         st.tuples(st.integers(1, 30), st.integers(0, 2), st.integers(1, 12), st.integers(0, 5), st.booleans()),
         max_size=14,
     ),
+    st.just([]) | st.lists(st.tuples(st.integers(0, 4), st.sampled_from((True, True, False))), min_size=1, max_size=5),
+    st.integers(1, 30),
 )
 def test_answers_are_those_without_a_host(
-    blocks: int, slots: int, budget: int, requests: list[tuple[int, int, int, int, bool]]
+    blocks: int,
+    slots: int,
+    budget: int,
+    requests: list[tuple[int, int, int, int, bool]],
+    plan: list[tuple[int, bool]],
+    most_files: int,
 ) -> None:
-    rig, outputs, wanted = Rig(blocks, slots, budget=budget), dict[object, list[int]](), {}
+    files = Files(plan) if plan else None
+    rig = Rig(blocks, slots, budget=budget, files=files, most_files=most_files)
+    outputs, wanted = dict[object, list[int]](), {}
     for key, (length, salt, count, steps, cancelled) in enumerate(requests):
         rig.engine.submit(request(key, prompt(length, salt), count, ignore_eos=True, root=ROOT))
         wanted[key] = expected_tokens(prompt(length, salt), count, WORDS)

@@ -1,5 +1,6 @@
 """KV blocks in host memory, on real models."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_kv_of_other_weights_is_not_found_in_host_memory(model_dir: Callable[[st
     assert native.stats().host_blocks > 0
     assert native.weights is not None
     native.weights.hold()
-    native.weights.replace(directory, lambda key, generated: b"")
+    native.weights.replace(native.weights.read(directory), lambda key, generated: b"")
     native.weights.proceed()
     assert native.stats().host_blocks == 0
     assert native.dump() == []
@@ -55,6 +56,29 @@ def test_kv_as_fp8_is_copied_as_it_is(name: str, model_dir: Callable[[str], Path
         native = build(str(model_dir(name)), options)
         answers.append([tokens(run(native, [request(n, prompt(60, n % 2), 20)]))[n] for n in range(4)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "bfloat16"])
+def test_a_prompt_is_found_again_after_a_restart(
+    kv_dtype: str, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = model_dir("llama")
+    options = NativeOptions(
+        device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=4 * MIB, kv_disk=str(tmp_path), kv_dtype=kv_dtype
+    )
+    answers, cached = [], []
+    for _ in range(2):
+        native = build(str(directory), options)
+        native.submit(request("a", prompt(60), 20))
+        results = drain(native)
+        answers.append([output.token for result in results for output in result.outputs])
+        cached += [start.cached_tokens for result in results for start in result.started]
+        native.close()
+    assert answers[0] == answers[1]
+    assert cached == [0, 56]
+    other = build(str(directory), dataclasses.replace(options, block_size=4))
+    assert other.stats().disk_blocks == 0, "blocks of another layout are not its own"
+    other.close()
 
 
 def test_a_size_below_one_block_is_refused(model_dir: Callable[[str], Path]) -> None:

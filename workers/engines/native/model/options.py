@@ -24,8 +24,10 @@ class NativeOptions:
         no_evict: see ``Scheduler``.
         hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows. KV
             cannot be handed off then.
-        kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. KV cannot be handed off
-            then, and all layers are in one pool.
+        kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. All layers are in one pool
+            then.
+        kv_disk: folder for KV blocks that leave host memory, of which there is ``DISK_HOST_GIB`` at least; "": none.
+        kv_disk_bytes: of files in it, at most.
         quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded.
         speculative_model: proposes tokens: a draft model or EAGLE-3 head, as ``model`` of ``build``, or "ngram"; "":
             none.
@@ -54,6 +56,8 @@ class NativeOptions:
     no_evict: bool = False
     hybrid_kv_cache: bool = True
     kv_offloading_size: float = 0.0
+    kv_disk: str = ""
+    kv_disk_bytes: int = 1 << 36
     quantization: str = ""
     speculative_model: str = ""
     num_speculative_tokens: int = 4

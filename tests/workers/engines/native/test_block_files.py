@@ -1,0 +1,160 @@
+"""KV blocks in files: as they were written, or not at all, whatever happened to the folder in between."""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.workers.engines.core.blocks import FileResult
+from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.native import block_files
+from penstock.workers.engines.native.block_files import UNUSED_S, FolderFiles
+
+BYTES, SLOTS = 1000, 8
+NAMES = [bytes([at]) * 16 for at in range(1, 9)]
+
+
+class Slots:
+    def __init__(self) -> None:
+        self.data = bytearray(os.urandom(BYTES * SLOTS))
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self.data)[slot * BYTES : (slot + 1) * BYTES]
+
+
+def files(folder: Path, slots: Slots, layout: str = "kv") -> FolderFiles:
+    return FolderFiles(folder, layout, BYTES, slots.view)
+
+
+def results(of: FolderFiles, count: int) -> list[FileResult]:
+    found: list[FileResult] = []
+    deadline = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < deadline:
+        found += of.results()
+        time.sleep(0.001)
+    return found
+
+
+def paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*-*") if path.is_file())
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, Slots]:
+    """A folder with blocks 0 to 3, each the child of the one before."""
+    slots = Slots()
+    first = files(tmp_path / "kv", slots)
+    for at in range(4):
+        assert first.write(NAMES[at], NAMES[at - 1] if at else None, at)
+    assert {each.name for each in results(first, 4) if each.ok} == set(NAMES[:4])
+    first.close()
+    return tmp_path / "kv", slots
+
+
+def test_blocks_are_read_as_they_were_written_by_whoever_starts_next(written: tuple[Path, Slots]) -> None:
+    folder, slots = written
+    again = files(folder, slots)
+    assert again.present == {name: NAMES[at - 1] if at else None for at, name in enumerate(NAMES[:4])}
+    for at in range(4):
+        again.read(NAMES[at], again.present[NAMES[at]], 4 + at)
+    assert sorted(results(again, 4)) == [FileResult(name, True, True) for name in NAMES[:4]]
+    assert slots.data[: 4 * BYTES] == slots.data[4 * BYTES :]
+    assert again.read_s > 0
+    again.remove(NAMES[3], NAMES[2])
+    again.close()
+    assert [path.name[:32] for path in paths(folder)] == [name.hex() for name in NAMES[:3]]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "other", "gone"])
+def test_a_damaged_file_is_not_read(damage: str, written: tuple[Path, Slots]) -> None:
+    folder, slots = written
+    again = files(folder, slots)
+    before = bytes(slots.data[:BYTES])
+    first, second, *_ = paths(folder)
+    if damage == "flipped":
+        data = bytearray(first.read_bytes())
+        data[-7] ^= 1
+        first.write_bytes(data)
+    elif damage == "cut":
+        os.truncate(first, BYTES)
+    elif damage == "other":
+        first.write_bytes(second.read_bytes())
+    else:
+        first.unlink()
+    again.read(NAMES[0], None, 5)
+    assert results(again, 1) == [FileResult(NAMES[0], True, False)]
+    assert bytes(slots.data[:BYTES]) == before
+    again.close()
+    if damage == "cut":
+        third = files(folder, slots)
+        assert NAMES[0] not in third.present
+        third.close()
+        assert first not in paths(folder)
+
+
+def test_workers_of_one_folder_have_parts_of_their_own_and_layouts_too(written: tuple[Path, Slots]) -> None:
+    folder, slots = written
+    one, two, other = files(folder, slots), files(folder, slots), files(folder, slots, "another")
+    assert len(one.present) == 4
+    assert not two.present
+    assert not other.present
+    for each in (one, two, other):
+        each.close()
+    assert all(not stat.S_IMODE(path.stat().st_mode) & 0o077 for path in [folder, *folder.rglob("*")])
+
+
+def test_what_no_worker_has_used_for_long_is_removed(written: tuple[Path, Slots]) -> None:
+    folder, slots = written
+    (lock,) = folder.glob("*/*/lock")
+    old = time.time() - UNUSED_S - 60
+    os.utime(lock, (old, old))
+    files(folder, slots, "another").close()
+    assert paths(folder) == []
+
+
+def test_a_disk_that_is_full_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    slots = Slots()
+    full = FolderFiles(tmp_path, "kv", BYTES, slots.view, clock=lambda: now[0])
+
+    def fails(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(block_files.os, "writev", fails)
+    assert full.write(NAMES[0], None, 0)
+    assert results(full, 1) == [FileResult(NAMES[0], False, False)]
+    monkeypatch.undo()
+    assert not full.write(NAMES[0], None, 0)
+    assert paths(tmp_path) == []
+    now[0] += block_files.PAUSE_S
+    assert full.write(NAMES[0], None, 0)
+    assert results(full, 1) == [FileResult(NAMES[0], False, True)]
+    full.close()
+    assert capsys.readouterr().out.count("kv_disk_paused") <= 1
+
+
+def test_a_read_that_takes_long_is_late_and_ends_later(written: tuple[Path, Slots]) -> None:
+    folder, slots = written
+    now = [0.0]
+    gate = block_files.threading.Event()
+    slow = FolderFiles(
+        folder, "kv", BYTES, slots.view, lambda: lambda: bool(gate.wait(20)) and None, clock=lambda: now[0]
+    )
+    slow.read(NAMES[0], None, 5)
+    assert slow.results() == []
+    now[0] += block_files.LATE_S + 1
+    assert slow.results() == [FileResult(NAMES[0], True, False, True)]
+    assert slow.results() == []
+    gate.set()
+    assert results(slow, 1) == [FileResult(NAMES[0], True, True)]
+    slow.close()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match=r"file.*name a folder that this user may write"):
+        files(tmp_path / "file", Slots())
