@@ -38,7 +38,9 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_down: Annotated[float, Meta(gt=0, le=1, description="share of a role's workers that is taken away at once")] = (
         0.25
     )
-    min_workers: Annotated[int, Meta(ge=1, description="workers of each role, at least")] = 1
+    min_workers: Annotated[
+        int, Meta(ge=0, description="workers of each role, at least; 0: the last ones may sleep (--zero-after-s)")
+    ] = 1
     max_workers: Annotated[int, Meta(ge=1, le=1024, description="workers of each role, at most")] = 32
     gpu_budget: Annotated[int, Meta(ge=0, description="GPUs of all workers, at most; 0: no limit")] = 0
 
@@ -109,6 +111,10 @@ class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fi
             "is asked; 0: run until Ctrl-C",
         ),
     ] = 0
+    zero_after_s: Annotated[
+        float,
+        Meta(gt=0, description="with --min-workers 0: seconds without requests after which workers sleep until one"),
+    ] = 300.0
     history: Annotated[bool, Meta(description="print the decisions in the log instead")] = False
     since: Annotated[str, Meta(description="of --history: how far back, such as 15m, 2h, 7d")] = "1h"
     json: Annotated[bool, Meta(description="decisions as JSON, one a line")] = False

@@ -31,12 +31,16 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True):
         starting: were asked for and do not take requests yet.
         waiting: requests that they have and have not begun.
         starved: of those that are ready, the ones that wait for a processor core for a quarter of the time or more.
+        running: requests that they have begun.
+        asleep: of those that are ready, the ones that wake up for a request.
     """
 
     ready: int = 0
     starting: int = 0
     waiting: int = 0
     starved: int = 0
+    running: int = 0
+    asleep: int = 0
 
     @property
     def count(self) -> int:
@@ -77,6 +81,11 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     def backlog(self) -> int:
         """Requests that wait, at workers or before them."""
         return self.queued + sum(pool.waiting for pool in self.pools.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request of this model ended or ran. Those that no worker has may be of any model."""
+        return not self.ended and not any(pool.waiting or pool.running for pool in self.pools.values())
 
     @property
     def steady(self) -> bool:
@@ -183,13 +192,19 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlanDecision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One decision and all that it depends on. ``predicted``: by the model, of the workers that were ready."""
+    """One decision and all that it depends on.
+
+    Attributes:
+        predicted: by the model, of the workers that were ready.
+        sleep: all workers are to sleep, until a request wakes one.
+    """
 
     demand: Demand
     observed: Observation
     correction: Correction
     predicted: Latency
     changes: dict[Role, Change]
+    sleep: bool = False
 
     @property
     def targets(self) -> dict[Role, int]:
@@ -207,6 +222,7 @@ class Planned(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         at_ns: Unix time that the decision was made for.
         connector: what starts and ends workers.
         failure: why the workers could not be changed; "": they were, or nothing was to be done.
+        zero_after_s: of idleness after which roles whose least is 0 sleep; 0: they never do.
     """
 
     planner: str
@@ -216,6 +232,7 @@ class Planned(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     rules: Rules
     decision: PlanDecision
     failure: str = ""
+    zero_after_s: float = 0.0
 
 
 decode = decoder(Planned)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 import httpcore2
 import msgspec
+from nats.errors import Error as NatsError
 
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
@@ -32,7 +33,12 @@ from penstock.operate.drain import DrainFailed, ask, change_of
 from penstock.operate.workers import registrations
 from penstock.schemas import control
 from penstock.schemas.errors import ServingError
+from penstock.schemas.fleet import Registration
 from penstock.schemas.plans import ROLES, Role
+from penstock.schemas.wire import encode
+
+SLEEP_S = 60.0  # for running requests to finish
+ASLEEP_S = 2.0  # for the answer of a worker that has none
 
 
 class ConnectorFailed(Exception):
@@ -62,6 +68,33 @@ class Connector(Protocol):
         Raises:
             ConnectorFailed
         """
+
+
+async def put_to_sleep(buses: Sequence[Bus], model: str) -> None:
+    """Have a model's workers finish what they run and sleep; returns before slow ones do.
+
+    Raises:
+        ConnectorFailed: one cannot.
+    """
+
+    async def ask_one(bus: Bus, worker: Registration) -> str:
+        order = encode(control.Sleep(SLEEP_S))
+        try:
+            answer = await bus.nc.request(bus.subjects.drain(worker.worker), order, timeout=ASLEEP_S)
+            error = control.decode_ok(answer.data).error
+        except (NatsError, TimeoutError, msgspec.MsgspecError):
+            return ""  # on its way; it is asked again after the next interval
+        return f"{worker.lasting_name}: {error}" if error else ""
+
+    awake = [
+        (bus, each)
+        for bus in buses
+        for each in await registrations(bus)
+        if model in (each.model, *each.aliases) and each.role in ROLES and not each.leaves and not each.weights.asleep
+    ]
+    failures = [each for each in await asyncio.gather(*(ask_one(*each) for each in awake)) if each]
+    if failures:
+        raise ConnectorFailed(f"cannot sleep: {'; '.join(failures)}")
 
 
 class DryRun:

@@ -21,7 +21,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE
 from penstock.infra.bus.publisher import Publisher
-from penstock.planner.connectors import Connector, ConnectorFailed
+from penstock.planner.connectors import Connector, ConnectorFailed, DryRun, put_to_sleep
 from penstock.planner.observe import LoadReader
 from penstock.planner.worker_counts import HISTORY, Planner, PlannerState
 from penstock.schemas import plans
@@ -132,6 +132,7 @@ class PlannerLoop:
         others: Sequence[Bus] = (),
     ) -> None:
         self._bus = bus
+        self._buses = [bus, *others]
         self._planner = planner
         self._connector = connector
         self._id = planner_id
@@ -271,6 +272,7 @@ class PlannerLoop:
             rules=self.rules,
             decision=decision,
             failure=await self._apply(decision),
+            zero_after_s=self._planner.zero_after_s,
         )
         self._say(planned)
         try:
@@ -282,12 +284,15 @@ class PlannerLoop:
 
     async def _apply(self, decision: PlanDecision) -> str:
         """Why workers could not be changed; "": they were, or nothing was to be done."""
-        if not decision.moves:
+        if not decision.moves and not decision.sleep:
             return ""
         if not self._lease.held:
             return "another planner may decide"
         try:
-            await self._connector.apply(moved(decision))
+            if decision.moves:
+                await self._connector.apply(moved(decision))
+            if decision.sleep and self._connector.name != DryRun.name:
+                await put_to_sleep(self._buses, self._model)
         except (ConnectorFailed, *_UNREACHABLE) as error:
             return str(error) or repr(error)
         return ""

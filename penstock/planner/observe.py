@@ -143,5 +143,12 @@ def pools(fleet: list[Registration], counts: Mapping[Role, int]) -> dict[Role, P
         starting = max(0, counts.get(role, 0) - len(ready))
         if ready or starting:
             starved = sum(each.load.core_wait_percent >= STARVED_PERCENT for each in ready)
-            found[role] = Pool(len(ready), starting, sum(each.load.waiting for each in ready), starved)
+            found[role] = Pool(
+                ready=len(ready),
+                starting=starting,
+                waiting=sum(each.load.waiting for each in ready),
+                starved=starved,
+                running=sum(each.load.running for each in ready),
+                asleep=sum(each.weights.asleep for each in ready),
+            )
     return found

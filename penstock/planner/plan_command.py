@@ -39,6 +39,7 @@ REASONS = {
     "cooling_down": "cooling down after the last change",
     "cpu_starved": "CPU starved: more workers would not help",
     "gpu_budget": "at the GPU budget",
+    "idle": "idle: asleep until a request comes",
     "less_load": "less load",
     "maximum": "at the maximum",
     "minimum": "at the minimum",
@@ -155,7 +156,11 @@ async def _run(settings: PlannerSettings, source: LogSource) -> None:
             raise ValueError("the deployment is stopped: there is nothing to plan; --history shows earlier decisions")
         bus, *others = [opened.bus for opened in logs]
         model, roles = await _fleet([bus, *others], settings.model)
-        planner = Planner(rules_of(settings, roles, settings.predictor), timings(settings.profile, roles))
+        rules = rules_of(settings, roles, settings.predictor)
+        if not settings.min_workers:
+            await _check_sleepers([bus, *others], model)
+        zero_after_s = 0.0 if settings.min_workers else settings.zero_after_s
+        planner = Planner(rules, timings(settings.profile, roles), zero_after_s)
         loop = PlannerLoop(
             bus,
             planner,
@@ -193,6 +198,20 @@ async def _fleet(buses: Sequence[Bus], model: str) -> tuple[str, tuple[Role, ...
             "other with `penstock drain`"
         )
     return models[0], roles
+
+
+async def _check_sleepers(buses: Sequence[Bus], model: str) -> None:
+    """
+    Raises:
+        BadSettings: a worker of the model never sleeps.
+    """
+    fleet = [each for bus in buses for each in await registrations(bus) if each.model == model and each.role in ROLES]
+    for each in fleet:
+        if not each.weights.base or each.role != "aggregated":
+            raise BadSettings(
+                f"--min-workers 0: {each.lasting_name} (--engine {each.engine}, {each.role}) cannot sleep; aggregated "
+                "workers of the native engine can"
+            )
 
 
 def timings(profiles: Sequence[str], roles: Sequence[Role]) -> dict[Role, EngineTiming]:

@@ -13,6 +13,7 @@ No clock, no broker. A decision takes these steps:
 5. A role whose limit was missed before ``MISSED`` decisions in a row gets one worker more than the model asks for,
    unless something says that this would not help. A worker that changed little is not followed by another.
 6. Minimum, maximum and the GPU budget bound the result.
+7. Where the minimum is 0, workers that were idle for ``zero_after_s`` sleep until a request wakes one.
 
 What the request rate will be a few intervals from now, from what it was.
 
@@ -118,16 +119,19 @@ class PlannerState(Struct, frozen=True, omit_defaults=True):
     lowered_at: dict[Role, float] = {}
     missed: dict[Role, int] = {}  # decisions in a row before which a limit of the role was missed
     asked: dict[Role, Asked] = {}
+    idle_since: float = 0.0  # 0: there was something to do in the last interval
 
 
 class Planner:
     """
     Args:
         timings: of the roles that are planned: prefill and decode, or aggregated.
+        zero_after_s: of idleness after which roles whose least is 0 sleep; 0: they never do.
     """
 
-    def __init__(self, rules: Rules, timings: Mapping[Role, EngineTiming]) -> None:
+    def __init__(self, rules: Rules, timings: Mapping[Role, EngineTiming], zero_after_s: float = 0.0) -> None:
         self.rules = rules
+        self.zero_after_s = zero_after_s
         self.timings = dict(timings)
 
     def begin(self) -> PlannerState:
@@ -138,8 +142,11 @@ class Planner:
     def step(self, state: PlannerState, seen: Observation, now_s: float) -> tuple[PlannerState, PlanDecision | None]:
         """The state after an interval, and what to do; None: no request was seen yet, so nothing is known."""
         state = _learnt(state, seen)
+        idle_since = (state.idle_since or now_s - seen.seconds) if seen.idle else 0.0
+        state = msgspec.structs.replace(state, idle_since=idle_since)
+        sleep = self._sleeps(state, now_s)
         if not state.osl:
-            return state, None
+            return state, self._unplanned(state, seen) if sleep else None
         predicted = self._predicted(state, seen)
         if _settled(state):
             state = msgspec.structs.replace(state, correction=self._corrected(state.correction, seen, predicted))
@@ -150,8 +157,27 @@ class Planner:
         changes = self._within_budget(changes)
         for role, change in changes.items():
             state = _remembered(state, role, change, now_s)
+        if sleep:
+            changes = {role: _idle(change) for role, change in changes.items()}
         return state, PlanDecision(
-            demand=demand, observed=seen, correction=state.correction, predicted=predicted, changes=changes
+            demand=demand, observed=seen, correction=state.correction, predicted=predicted, changes=changes, sleep=sleep
+        )
+
+    def _sleeps(self, state: PlannerState, now_s: float) -> bool:
+        rules = self.rules
+        may = self.zero_after_s > 0 and all(rules.bounds.get(role, Bounds()).least == 0 for role in self.timings)
+        return may and state.idle_since > 0 and now_s - state.idle_since >= self.zero_after_s
+
+    def _unplanned(self, state: PlannerState, seen: Observation) -> PlanDecision:
+        """To sleep before any request was seen."""
+        there = {role: seen.pools[role].count if role in seen.pools else 0 for role in self.timings}
+        return PlanDecision(
+            demand=Demand(0.0, 0.0, 0.0),
+            observed=seen,
+            correction=state.correction,
+            predicted=Latency(0.0, 0.0, 0.0),
+            changes={role: _idle(Change(count, 0, 0, count, 0.0)) for role, count in there.items()},
+            sleep=True,
         )
 
     def _demand(self, state: PlannerState, seen: Observation) -> Demand:
@@ -230,7 +256,7 @@ class Planner:
                 step = max(1, int(current * rules.max_down))
                 target = current if waits else max(stable, current - step)
                 reasons += ["cooling_down"] if waits else ["less_load"]
-        bounded = min(max(target, bounds.least), bounds.most)
+        bounded = min(max(target, bounds.least, 1), bounds.most)  # the last one sleeps, so that the model is listed
         if bounded != target or (need.workers == bounds.most and not need.reachable):
             reasons.append("minimum" if bounded > target else "maximum")
         busy = latency(role, self.timings[role], demand, max(1, bounded)).busy
@@ -287,7 +313,7 @@ class Planner:
         budget = self.rules.gpu_budget
         out = dict(changes)
         while budget and sum(self.timings[role].gpus * each.target for role, each in out.items()) > budget:
-            can = [role for role in out if out[role].target > self.rules.bounds.get(role, Bounds()).least]
+            can = [role for role in out if out[role].target > max(1, self.rules.bounds.get(role, Bounds()).least)]
             if not can:
                 break
             role = max(can, key=lambda role: (out[role].target / max(1, out[role].needed), out[role].target))
@@ -323,6 +349,10 @@ def _starved(seen: Observation, role: Role) -> bool:
     """Whether further workers of the role would take their cores from those there are."""
     pool = seen.pools.get(role, Pool())
     return seen.one_machine and pool.starved > 0 and 2 * pool.starved >= pool.ready
+
+
+def _idle(change: Change) -> Change:
+    return msgspec.structs.replace(change, reasons=(*change.reasons, "idle"))
 
 
 def _with_asked(state: PlannerState, role: Role, asked: Asked) -> PlannerState:

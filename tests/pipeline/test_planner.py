@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -96,3 +97,54 @@ async def test_decode_workers_come_and_go_under_load_without_a_failed_request(
     assert await asyncio.to_thread(history.wait) == 0
     stored = [line for line in history.log.read_text().splitlines() if line.startswith('{"planner"')]
     assert stored == told
+
+
+async def test_a_model_without_requests_sleeps_stays_listed_and_answers_the_next_one(
+    new_deployment: NewDeployment, tmp_path: Path
+) -> None:
+    two = new_deployment(
+        *("--engine", "native", "--threads", "1", "--workers", "1", "--model", "demo", "--model", "other=demo"),
+    )
+    flags = (
+        "--data-dir",
+        str(two.data_dir),
+        "--connector",
+        "local",
+        "--model",
+        "demo",
+        "--json",
+        "--interval-s",
+        "0.5",
+    )
+    planning = Process(tmp_path / "plan.log", "plan", *flags, "--min-workers", "0", "--zero-after-s", "1.5")
+    workers = [each.name for each in two.state.processes if each.role == "worker"]
+    async with httpx.AsyncClient(base_url=two.urls[0], timeout=60, trust_env=False) as http:
+
+        def plans() -> list[Any]:
+            text = (tmp_path / "plan.log").read_text()
+            return [json.loads(each)["decision"] for each in text.splitlines() if each.startswith('{"planner"')]
+
+        async def asleep() -> bool:
+            pools = [each["observed"]["pools"]["aggregated"] for each in plans()]
+            return bool(pools) and pools[-1].get("asleep", 0) == 1
+
+        async def ask(model: str) -> int:
+            body = {"model": model, "prompt": "word", "max_tokens": 4, "ignore_eos": True}
+            return (await http.post("/v1/completions", json=body)).status_code
+
+        try:
+            for _ in range(2):
+                await until(asleep, "its worker sleeps", 30)
+                assert {each["id"] for each in (await http.get("/v1/models")).json()["data"]} >= {"demo", "other"}
+                assert await ask("other") == 200
+                assert await ask("demo") == 200
+
+                async def awake() -> bool:
+                    return not await asleep()
+
+                await until(awake, "the planner sees it awake", 30)
+        finally:
+            planning.stop()
+    last = [each for each in plans() if each.get("sleep")][-1]
+    assert "idle" in last["changes"]["aggregated"]["reasons"]
+    assert [each.name for each in two.state.processes if each.role == "worker" and not each.drained] == workers

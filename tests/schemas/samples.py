@@ -859,6 +859,27 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         plans.decode,
     ),
+    "planned_of_a_model_that_sleeps": (
+        plans.Planned(
+            planner="plan-1",
+            model="tiny",
+            at_ns=1_700_000_000_000_000_001,
+            connector="local",
+            rules=plans.Rules(ttft_ms=300.0, itl_ms=25.0, bounds={"aggregated": plans.Bounds(0, 9)}),
+            decision=plans.PlanDecision(
+                demand=plans.Demand(0.0, 0.0, 0.0),
+                observed=plans.Observation(
+                    seconds=10.0, arrived=0, pools={"aggregated": plans.Pool(2, running=1, asleep=1)}
+                ),
+                correction=plans.Correction(1.25, 0.75),
+                predicted=plans.Latency(0.0, 0.0, 0.0),
+                changes={"aggregated": plans.Change(2, 0, 0, 2, 0.0, ("idle",))},
+                sleep=True,
+            ),
+            zero_after_s=300.0,
+        ),
+        plans.decode,
+    ),
     "planned_of_a_missed_limit": (
         plans.Planned(
             planner="plan-1",

@@ -356,3 +356,33 @@ def test_a_decision_holds_all_that_it_depends_on() -> None:
     decision = Run().interval(5.0)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(decision), type=PlanDecision)
     assert again == decision
+
+
+ZERO = msgspec.structs.replace(RULES, bounds={"aggregated": Bounds(0, 40)})
+
+
+def idle(running: int = 0) -> Observation:
+    return Observation(seconds=10.0, arrived=0, pools={"aggregated": Pool(1, running=running)})
+
+
+@given(st.lists(st.sampled_from(["ended", "running", "idle"]), max_size=40))
+def test_workers_sleep_once_nothing_ran_for_so_long_and_no_sooner(intervals: list[str]) -> None:
+    planner, state = Planner(ZERO, AGGREGATED, 60.0), PlannerState()
+    lasting = 0
+    for number, what in enumerate(intervals, 1):
+        observed = seen(0.1, {"aggregated": Pool(1)}) if what == "ended" else idle(running=int(what == "running"))
+        lasting = lasting + 1 if what == "idle" else 0
+        state, decision = planner.step(state, observed, 10.0 * number)
+        assert (decision is not None and decision.sleep) == (lasting >= 6)
+        if decision is not None:
+            change = decision.changes["aggregated"]
+            assert ("idle" in change.reasons) == decision.sleep
+            assert change.target == 1, "it is listed"
+
+
+@pytest.mark.parametrize(("rules", "after_s"), [(ZERO, 0.0), (RULES, 60.0)])
+def test_workers_of_a_model_with_a_minimum_never_sleep(rules: Rules, after_s: float) -> None:
+    planner, state = Planner(rules, AGGREGATED, after_s), PlannerState()
+    for number in range(1, 100):
+        state, decision = planner.step(state, idle(), 10.0 * number)
+        assert decision is None or not decision.sleep
