@@ -5,7 +5,7 @@ import signal
 import msgspec
 
 from penstock.schemas.jobs import EarlierWorker
-from penstock.schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint, Ticket
 from penstock.schemas.wire import decoder
 
 
@@ -92,6 +92,22 @@ class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
     settled: bool = True
 
 
+class PinPrefix(msgspec.Struct, frozen=True, omit_defaults=True, tag="pin_prefix"):
+    """Pin cached blocks for a reader, which lacks a part of a prompt. Answered with PrefixPinned at once."""
+
+    ticket: str  # its id
+    reader: str
+    digests: bytes  # names of successive blocks, in order
+    lease_s: float
+
+
+class PrefixPinned(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``ticket``: of as many leading blocks as are here; None: of none, and ``cause`` says why."""
+
+    ticket: Ticket | None = None
+    cause: str = ""
+
+
 class Ok(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
@@ -105,7 +121,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that streamed before it
 
 
-WorkerControl = DumpKv | Drain | Release | Push | Sleep | Wake | RecordTrace
+WorkerControl = DumpKv | Drain | Release | Push | Sleep | Wake | RecordTrace | PinPrefix
 
 decode_cancel = decoder(Cancel)
 decode_worker = decoder(WorkerControl)  # type: ignore[arg-type, var-annotated]
@@ -113,3 +129,4 @@ decode_ok = decoder(Ok)
 decode_progress = decoder(Progress)
 decode_pushed = decoder(Pushed)
 decode_recorded_trace = decoder(RecordedTrace)
+decode_pinned = decoder(PrefixPinned)

@@ -295,6 +295,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     reads_packed: bool = False  # requests whose prompts are packed (``PackedRequest``); False: earlier builds
     weights: WeightsState = FIXED
     tier_costs: tuple[float, ...] = ()  # to bring a block back from host memory, and disk, where computing it is 1
+    moves_prefixes: bool = False  # reads prefixes from workers that do so too, and has them read its own
 
     @property
     def rests(self) -> str:

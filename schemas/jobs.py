@@ -61,12 +61,21 @@ class ScoreRow(Candidate, frozen=True, array_like=True, omit_defaults=False, gc=
     """A ``Candidate`` as jobs hold it: the same fields, by position."""
 
 
+class Move(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Leading blocks of a prompt that a worker reads from another one instead of computing them."""
+
+    source: str  # the worker that has them
+    blocks: int  # leading ones of the prompt that it has; the reader may have some of them, too
+    path: str = ""  # between the two, for people
+
+
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One stage of a route."""
 
     role: str  # of the worker: "encode", "prefill", "decode", "aggregated"
     worker: str
     rank: int = 0
+    move: Move | None = None  # what it may read before it computes the prompt; what it cannot read, it computes
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -84,7 +93,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     done_seq: int = 0
     rank: int = 0
     reason: str = ""  # "new", "worker_lost", "returned", ...
-    route: tuple[Stage, ...] = ()  # all stages, the chosen one first; empty: one worker does everything
+    route: tuple[Stage, ...] = ()  # all stages, the chosen one first; empty: one worker does all by itself
     how: str = ""  # why the stages were split or not, as text
     revision: str = ""  # of the model; a worker that continues the job must serve the same
 
@@ -216,6 +225,12 @@ def rank_of(job: Job) -> int:
     """The rank on which the worker that has the job now runs it."""
     route = job.decision.route
     return route[-1 - len(job.route)].rank if len(route) > len(job.route) else job.decision.rank
+
+
+def move_of(job: Job) -> Move | None:
+    """What the worker that has the job now may read from another one's cache."""
+    route = job.decision.route
+    return route[-1 - len(job.route)].move if len(route) > len(job.route) else None
 
 
 WorkMessage = Job | Encoded | Prefilled | Revoke

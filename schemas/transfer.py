@@ -54,6 +54,11 @@ class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
         return "kv" in self.pools and self.pools["kv"].kind == "cuda"
 
 
+PREFIX = (
+    "prefix"  # in a ticket's id, in place of a stage: blocks of the prefix cache, which a worker reads for a prompt
+)
+
+
 class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pinned blocks of one request. Void once the lease has ended or a block's generation has changed."""
 

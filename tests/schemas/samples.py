@@ -265,6 +265,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode_weights,
     ),
+    "registration_of_a_worker_that_moves_prefixes": (
+        fleet.Registration("w", "tiny", "prefill", "native", 1, 32, 100, 8, 4096, moves_prefixes=True),
+        fleet.decode,
+    ),
     "weights_entry": (
         fleet.WeightsEntry("tiny", 3, "steps/300", "0a", "0f", "0e", fleet.CONTINUE, fleet.FINISH, 60.0),
         fleet.decode_weights,
@@ -452,6 +456,15 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "job_of_a_pair_to_decide_again": (
         msgspec.structs.replace(
             JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64, links=(jobs.Link("prefill", 1, 2, True),))
+        ),
+        jobs.decode,
+    ),
+    "job_that_reads_a_prefix": (
+        msgspec.structs.replace(
+            JOB,
+            decision=msgspec.structs.replace(
+                DECISION, route=(jobs.Stage("prefill", "w-1", move=jobs.Move("w-3", 128, "over RDMA")),)
+            ),
         ),
         jobs.decode,
     ),
@@ -924,6 +937,8 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         control.Push("t-1", "w-2", SPLIT_ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),
         control.decode_worker,
     ),
+    "pin_prefix": (control.PinPrefix("r-1:1:prefix", "w-2", bytes(range(32)), 0.5), control.decode_worker),
+    "prefix_pinned": (control.PrefixPinned(TICKET, "not cached"), control.decode_pinned),
     "pushed": (control.Pushed("timeout", "late", 8, 0.5, False), control.decode_pushed),
     "progress": (control.Progress(2, 7), control.decode_progress),
     "progress_at_the_third_worker": (control.Progress(2, 7, "w-3", EARLIER_WORKERS), control.decode_progress),
