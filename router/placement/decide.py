@@ -12,6 +12,10 @@ A pair costs its prefill stage, the transfer of the blocks and its decode stage.
 the same layout and backend, over one of three distances. The cheapest partner of a decode worker is therefore the best
 on its host, the best with RDMA, or the best of all: one pass over the prefill workers and one over the decode workers.
 
+A worker that lacks leading blocks of the prompt that it is to compute reads them from one that has them, where that is
+cheaper (``prefix_move``). This has no part in the choice: if a prefix counted as cheap wherever it can be read, prompts
+would spread over all workers, and copies would push other prefixes out of their caches.
+
 The encode worker of a medium is the one that probably still caches its embeddings. Rendezvous hashing sends the same
 image to the same worker in every router, and moves few images when workers join or leave. A worker with much more than
 its share of the load is skipped, so that one popular image overloads no worker.
@@ -35,11 +39,11 @@ from penstock.router.placement.cost import (
     uncached_tokens,
     utilization,
 )
-from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision
-from penstock.router.state.holders import TargetId
+from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision, RoutingRequest, draw
+from penstock.router.state.holders import TargetId, TierDepths, as_dict
 from penstock.router.state.target_loads import ENCODE, RoutingTarget, TargetColumns
-from penstock.schemas.fleet import Registration
-from penstock.schemas.jobs import Candidate, Stage
+from penstock.schemas.fleet import Registration, WorkerState
+from penstock.schemas.jobs import Candidate, Move, Stage
 
 # Pairs: which prefill worker can transfer KV to a decode worker, and at what cost
 
@@ -159,6 +163,65 @@ class PrefillPool:
             for target, cost in self.scored
             if kind is not None and transfer_kind(target.registration) == kind
         ]
+
+
+# Prefixes: what the worker that computes a prompt reads from another one
+
+# What a move costs at any length, in prompt tokens: the source is asked, and two steps of the reader's engine may have
+# to end first. With 1,024, chats near saturation wait 18 % longer for their first token (``penstock bench router
+# --policies kv,kv_moves``); with 64 nothing is gained.
+MOVE_TOKENS = 256
+
+
+def prefix_move(
+    request: RoutingRequest,
+    reader: Registration,
+    have: int,
+    overlaps: Mapping[TargetId, int],
+    worker: Callable[[str], Registration | None],
+    weight: float,
+    seed: int,
+) -> Move | None:
+    """What a worker reads from another one instead of computing it; None: nothing.
+
+    It has to be on the same host or reached over RDMA. What is read costs a share of computing it (``NEAR``,
+    ``MEDIUM``) and ``MOVE_TOKENS``; as much has to be saved beside that.
+
+    Args:
+        reader: computes the prompt.
+        have: leading blocks of the prompt that it has, or is about to compute.
+        overlaps: leading blocks cached, by target; only those on devices can be read.
+        worker: the registration of a worker; None: it has left.
+        weight: of transfers.
+        seed: which of several sources that have most.
+    """
+    there = overlaps.device if isinstance(overlaps, TierDepths) else overlaps
+    if not moves_prefixes(reader) or request.medium or request.output or not there:
+        return None
+    fixed = MOVE_TOKENS / reader.block_size
+    best, sources = fixed, list[Move]()
+    for (name, _), depth in as_dict(there).items():
+        further = min(depth, request.prompt_blocks) - have
+        if further < best or name == reader.worker or name in request.avoid:
+            continue
+        source = worker(name)
+        if source is None or not moves_prefixes(source) or transfer_kind(source) != transfer_kind(reader):
+            continue
+        far = distance(source, reader)
+        saved = (1 - far * weight) * further - fixed
+        if far == FAR or saved < best:
+            continue
+        if saved > best:
+            best, sources = saved, []
+        sources.append(Move(name, have + further, _PATHS[far]))
+    sources.sort(key=lambda each: each.source)
+    return sources[draw(seed, 1) % len(sources)] if sources else None
+
+
+def moves_prefixes(registration: Registration) -> bool:
+    """Whether a worker can read prefixes from others, and others from it, now."""
+    ready = registration.state is WorkerState.ready and not registration.rests
+    return registration.moves_prefixes and ready and registration.transfer is not None and registration.dp_size == 1
 
 
 # The score table that is stored with a job: the chosen targets, the best others, and those that were rejected

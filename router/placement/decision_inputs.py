@@ -29,7 +29,7 @@ import structlog
 from penstock.configs.settings import RouterMode, RouterSettings
 from penstock.infra.byte_cache import ByteCache
 from penstock.router.placement.cost import FEW, are_many, loading_tokens, lower_tiers, tier_costs
-from penstock.router.placement.decide import TransferKind, decide, transfer_kind
+from penstock.router.placement.decide import TransferKind, decide, prefix_move, transfer_kind
 from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.cluster_state import ClusterState
@@ -217,10 +217,25 @@ class Decisions:
                 request, overlaps, leading, weights, now_ns=now_ns, seed=seed, waited_s=waited_s
             )
             if decision is not None:
-                return decision
+                return self._with_move(decision, request, overlaps, seed)
         targets, active = tracker.targets(now_ns, request.model), as_dict(leading)
         cached = overlaps if isinstance(overlaps, TierDepths) else as_dict(overlaps)
-        return decide(RoutingContext(request, targets, cached, self._mode, weights, seed, number, active, waited_s))
+        context = RoutingContext(request, targets, cached, self._mode, weights, seed, number, active, waited_s)
+        return self._with_move(decide(context), request, overlaps, seed)
+
+    def _with_move(
+        self, decision: RoutingDecision, request: RoutingRequest, overlaps: Mapping[TargetId, int], seed: int
+    ) -> RoutingDecision:
+        """The decision with what its worker reads from another one."""
+        reader = self._tracker.worker(decision.route[0].worker) if decision.route else None
+        if reader is None or not reader.moves_prefixes:
+            return decision
+        worker, weight = self._tracker.worker, self._weights.transfer
+        move = prefix_move(request, reader, decision.overlap_blocks, overlaps, worker, weight, seed)
+        if move is None:
+            return decision
+        first, *later = decision.route
+        return msgspec.structs.replace(decision, route=(msgspec.structs.replace(first, move=move), *later))
 
 
 MANY = 12  # targets, above which the array operations take less than half as long

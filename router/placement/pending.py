@@ -336,7 +336,7 @@ def build_job(
         done_seq=positions.done,
         rank=first.rank,
         reason=pending.reason,
-        route=route if len(route) > 1 else (),
+        route=route if len(route) > 1 or first.move is not None else (),
         how=decision.how,
         revision=revision,
     )
@@ -368,7 +368,7 @@ def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Regi
     request, route = pending.request, decision.route
     return LoadHeader(
         request.prompt_tokens,
-        decision.overlap_blocks * prefill.block_size if prefill is not None else 0,
+        decision.present_blocks * prefill.block_size if prefill is not None else 0,
         request.token_address,
         request.deadline_ns,
         request.priority.value,

@@ -136,6 +136,12 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     kind: RouteKind = "aggregated"
 
     @property
+    def present_blocks(self) -> int:
+        """Prompt blocks that need not be computed, because they are cached or read from another worker."""
+        move = self.route[0].move if self.route else None
+        return self.overlap_blocks if move is None else move.blocks
+
+    @property
     def chosen(self) -> TargetId | None:
         """The target of the first stage."""
         return (self.route[0].worker, self.route[0].rank) if self.route else None

@@ -149,7 +149,8 @@ async def read_timeline(bus: Readable, request_id: str, *, with_tokens: bool = F
     until_ns = last.time_ns + CLOCK_SKEW_NS if last is not None else 0
     await _add_returns(bus, timeline, since, until_ns)
     await _add_work(bus, timeline, since, until_ns)
-    if any(stage.handed_off for stage in timeline.stages):
+    moved = any(stage.move for routed in timeline.routed for stage in routed.decision.route)
+    if moved or any(stage.handed_off for stage in timeline.stages):
         for line in await _ledger(bus, timeline, since, until_ns):
             timeline.add_handoff(line)
     if with_tokens:
