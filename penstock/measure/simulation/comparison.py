@@ -44,6 +44,7 @@ class SimulationFigures(Struct, frozen=True):
         hit_rate: prompt tokens cached when a request was admitted first, of all prompt tokens.
         itl_mean: over all gaps between two tokens of a request.
         imbalance: work (prompt tokens computed and tokens generated) of the busiest target, divided by the mean.
+        moved_rate: the same of those that a worker read from another one for it.
         served: the same ratio for tokens served: prompts, cached or not, and tokens generated.
         unfinished: requests that were rejected or never placed.
         groups: by class or tenant, where there are several.
@@ -63,6 +64,7 @@ class SimulationFigures(Struct, frozen=True):
     served: float
     preemptions: int
     groups: dict[str, GroupFigures] = {}
+    moved_rate: float = 0.0
 
 
 def figures(fleet: SimulatedFleet, result: SimulationResult) -> SimulationFigures:
@@ -87,6 +89,7 @@ def figures(fleet: SimulatedFleet, result: SimulationResult) -> SimulationFigure
         served=_imbalance(fleet, done, lambda served: served.request.prompt_tokens),
         preemptions=result.preemptions,
         groups=_groups(done),
+        moved_rate=sum(served.moved_tokens for served in done) / sum(served.request.prompt_tokens for served in done),
     )
 
 
@@ -124,6 +127,7 @@ def _imbalance(
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,
     "kv_predicted": partial(PlacementPolicy, kv_events=False),
+    "kv_moves": partial(PlacementPolicy, moves="host"),
     "kv_cells": CellsPolicy,
     "dynamo": DynamoPolicy,
     "round_robin": partial(rules.RulePolicy, rules.round_robin),
@@ -152,6 +156,7 @@ class TableCell:
     weights: Weights = Weights()  # noqa: RUF009  # frozen; of policy "kv"
     cells: int = 2  # of policy "kv_cells", as the following
     gateways: int = 4
+    moves: str = "host"  # of policy "kv_moves"
 
     def arrivals(self, seed: int) -> tuple[RequestTrace, float]:
         """The trace of a seed, and its speed-up."""
@@ -176,7 +181,8 @@ def run(cell: TableCell, policy: str, seed: int) -> SimulationRun:
     if policy == "kv_cells":
         made: Policy = CellsPolicy(seed, cell.cells, cell.gateways, cell.weights)
     elif policy.startswith("kv"):
-        made = PlacementPolicy(seed, cell.weights, kv_events=policy == "kv")
+        moves = cell.moves if policy == "kv_moves" else ""
+        made = PlacementPolicy(seed, cell.weights, kv_events=policy != "kv_predicted", moves=moves)
     else:
         made = POLICIES[policy](seed)
     result = simulate(cell.fleet, requests, made)

@@ -235,6 +235,15 @@ class SimulatedEngine:
         if not self._waiting:
             self._fair = None
 
+    def bring(self, keys: Sequence[int]) -> int:
+        """Blocks of these keys have been read from another engine; returns how many were new, 0: there is no room."""
+        held, _active = self.cache.match(keys)
+        blocks = self.cache.take(keys[:held], len(keys) - held)
+        if blocks is None:
+            return 0
+        self.cache.release(blocks + self.cache.publish(keys[held:], blocks), 0)
+        return len(keys) - held
+
     def hand_off(self, sequence: EngineSequence, taken: Callable[[], None]) -> None:
         """Queue a computed prompt; ``taken`` is called once its blocks are here. See ``take_handed``."""
         sequence.handed = True

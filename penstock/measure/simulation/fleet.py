@@ -57,6 +57,7 @@ class SimulatedRequest:
     Attributes:
         prompt_ns: when the prompt was computed; a prefill worker streams the first token then, before ``first_ns``.
         cached_tokens: of the prompt, when a worker first admitted it.
+        moved_tokens: of these, which it had just read from another worker.
     """
 
     request: Request
@@ -68,6 +69,7 @@ class SimulatedRequest:
     decode: Target | None = None  # that took the prompt over
     rejected: bool = False
     prompt_ns: int = -1
+    moved_tokens: int = 0
 
     @property
     def complete(self) -> bool:
@@ -118,6 +120,10 @@ class _Worker:
         self.busy = True
         return True
 
+    def pass_end(self, now: int) -> int:
+        """When the pass under way ends; ``now``, if there is none."""
+        return self.ends[bisect_left(self.ends, now)] if self.busy else now
+
     def end_after(self, now: int) -> bool:
         """Let the run end with the current pass. True: it ends earlier than planned."""
         at = bisect_left(self.ends, now)
@@ -136,6 +142,8 @@ class Simulation:
         self._workers = [_Worker(number, spec, fleet.block_size) for number, spec in enumerate(fleet.workers)]
         self._encoders = [Encoder(fleet.encode_ms, fleet.encode_cache) for _ in range(fleet.encoders)]
         self._transfer_ns = fleet.transfer_ns_per_token
+        self._move_ns, self._move_ns_per_token = fleet.move_ns, fleet.move_ns_per_token
+        self._block_size = fleet.block_size
         self._served = [SimulatedRequest(request) for request in requests]
         self._heap: list[tuple[int, int, _Worker | None, int, Callable[[], None] | None]] = []
         self._order = count()
@@ -266,10 +274,33 @@ class Simulation:
         ready = now
         if placement.encoder is not None:
             ready = self._encoders[placement.encoder].encode(request.media, now)
+        worker = self._workers[placement.target[0]]
+        if placement.source is not None and (pause := worker.pass_end(now)) > ready:  # blocks are reserved between two
+            ready = pause
+        begin = self._dispatch if placement.source is None else self._move
         if ready > now:
-            self._at(ready, partial(self._dispatch, request, placement))
+            self._at(ready, partial(begin, request, placement))
         else:
+            begin(request, placement)
+
+    def _move(self, request: Request, placement: Placement) -> None:
+        """Read a prefix from another worker, as much of it as is there, then send the request to its own."""
+        assert placement.source is not None
+        (number, rank), (own, own_rank) = placement.source, placement.target
+        wanted = request.keys[: min(placement.prefix_blocks, (request.prompt_tokens - 1) // self._block_size)]
+        there = self._workers[number].ranks[rank].cache.match(wanted)[0]
+        tokens = (there - self._workers[own].ranks[own_rank].cache.match(wanted)[0]) * self._block_size
+        if tokens <= 0:
             self._dispatch(request, placement)
+            return
+        at = self._now + self._move_ns + self._move_ns_per_token * tokens
+        self._at(at, partial(self._moved, request, placement, wanted[:there]))
+
+    def _moved(self, request: Request, placement: Placement, keys: Sequence[int]) -> None:
+        number, rank = placement.target
+        blocks = self._workers[number].ranks[rank].bring(keys)
+        self._served[request.index].moved_tokens = blocks * self._block_size
+        self._dispatch(request, placement)
 
     def _dispatch(self, request: Request, placement: Placement) -> None:
         number, rank = placement.target

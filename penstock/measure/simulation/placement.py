@@ -230,7 +230,7 @@ class SimulatedRouter:
         first = route[0]
         size = self.tracker.block_size(arrival.model or self.tracker.workers()[0].model)
         load = LoadHeader(
-            arrival.prompt_tokens, decision.overlap_blocks * size, "", 1 << 62, "", arrival.sequences, route
+            arrival.prompt_tokens, decision.present_blocks * size, "", 1 << 62, "", arrival.sequences, route
         )
         self.tracker.admit(arrival.id, 1, first.worker, load, now_ns=now_ns, keys=arrival.keys)
         if arrival.session:
@@ -252,6 +252,7 @@ class PlacementPolicy:
         seed: breaks ties.
         kv_events: False: the router predicts what targets cache from its own decisions.
         joined: False: workers take requests only after ``join``.
+        moves: over which way workers read prefixes from each other, "host" or "rdma"; "": they do not.
     """
 
     seed: int = 0
@@ -259,6 +260,7 @@ class PlacementPolicy:
     _: KW_ONLY
     kv_events: bool = True
     joined: bool = True
+    moves: str = ""
 
     def start(self, fleet: SimulatedFleet, requests: Sequence[Request]) -> None:
         self._requests = requests
@@ -278,11 +280,13 @@ class PlacementPolicy:
         """A worker is ready."""
         for rank in range(self._fleet.workers[number].ranks):
             self._holdings[number, rank] = self._index.open((name(number), rank))
-        self.router.join(registration(number, self._fleet))
+        self.router.join(registration(number, self._fleet, self.moves))
 
     def drain(self, number: int) -> None:
         """A worker takes no further request."""
-        self.router.join(msgspec.structs.replace(registration(number, self._fleet), state=WorkerState.draining))
+        self.router.join(
+            msgspec.structs.replace(registration(number, self._fleet, self.moves), state=WorkerState.draining)
+        )
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._now = now_ns
@@ -335,7 +339,11 @@ class PlacementPolicy:
         if not self.kv_events:
             self._predict(placed, now_ns)
         decode = None if placed.decode is None else _target(placed.decode)
-        return Placement(_target(placed.target), decode, self._encoders.pick(request))
+        placement = Placement(_target(placed.target), decode, self._encoders.pick(request))
+        move = placed.decision.route[0].move
+        if move is None:
+            return placement
+        return placement._replace(source=_target((move.source, 0)), prefix_blocks=move.blocks)
 
     def _predict(self, placed: PlacedArrival, now_ns: int) -> None:
         for target in (placed.target, placed.decode):
@@ -380,13 +388,14 @@ def _target(target_id: tuple[str, int]) -> Target:
     return int(target_id[0][1:]), target_id[1]
 
 
-def registration(number: int, fleet: SimulatedFleet) -> Registration:
-    """What a worker of the fleet would register."""
+def registration(number: int, fleet: SimulatedFleet, moves: str = "") -> Registration:
+    """What a worker of the fleet would register; ``moves`` as in ``PlacementPolicy``."""
     worker = fleet.workers[number]
     pools = {"kv": Memory(0, 1, worker.blocks, "cuda")}
-    transfer = (
-        Endpoint(name(number), "simulated", pools=pools, rdma=True) if worker.role in ("prefill", "decode") else None
-    )
+    transfer = None
+    if worker.role in ("prefill", "decode") or moves:
+        host = "host" if moves == "host" else ""
+        transfer = Endpoint(name(number), "simulated", pools=pools, host=host, rdma=True)
     return Registration(
         name(number),
         _MODEL,
@@ -400,4 +409,5 @@ def registration(number: int, fleet: SimulatedFleet) -> Registration:
         dp_size=worker.ranks,
         queue=worker.max_sequences // 4,  # as workers register
         transfer=transfer,
+        moves_prefixes=bool(moves),
     )

@@ -37,6 +37,8 @@ class SimulatedFleet:
     """
     Attributes:
         transfer_ns_per_token: of a prompt that is handed from a prefill to a decode worker.
+        move_ns: of reading a prefix from another worker, however short.
+        move_ns_per_token: of each token of it, in addition.
         encoders: workers that encode media before the prompt can be computed.
         encode_cache: media whose embeddings each of them keeps.
     """
@@ -47,6 +49,8 @@ class SimulatedFleet:
     encoders: int = 0
     encode_ms: float = 60.0
     encode_cache: int = 256
+    move_ns: int = 4_000_000
+    move_ns_per_token: int = 600  # as between two H200 of one host
 
     @property
     def targets(self) -> list[Target]:
@@ -67,12 +71,16 @@ class Placement(NamedTuple):
     Attributes:
         decode: takes over from a prefill worker; None: the policy is asked when the prompt is computed.
         whole: a prefill worker runs the request to its end.
+        source: from which the target reads a prefix first; None: it computes what it lacks.
+        prefix_blocks: leading blocks of the prompt that the source has, as far as is known.
     """
 
     target: Target
     decode: Target | None = None
     encoder: int | None = None
     whole: bool = False
+    source: Target | None = None
+    prefix_blocks: int = 0
 
 
 class Policy(Protocol):
