@@ -690,6 +690,14 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Literal["auto", "nixl", "none"],
         about("how KV blocks move between workers; auto: nixl where the role needs it"),
     ] = "auto"
+    move_prefixes: Annotated[
+        Literal["auto", "on", "off"],
+        about(
+            "native: read the beginning of a prompt from a worker that caches it, on the same host or over RDMA, where "
+            "that is cheaper than computing it; auto: prefill and decode workers. An aggregated worker that does so "
+            "does not sleep"
+        ),
+    ] = "auto"
     handoff_lease_s: Annotated[Seconds, about("seconds that a worker keeps KV blocks for the next stage")] = 30.0
     transfer_timeout_s: Annotated[Seconds, about("seconds for moving the KV blocks of one request")] = 5.0
     quarantine_s: Annotated[

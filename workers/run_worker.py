@@ -98,6 +98,18 @@ def check_settings(settings: WorkerSettings) -> None:
                 f"--scheduler-policy {settings.scheduler_policy}: a decode worker adopts blocks before it knows the "
                 "longest answer; use it with --role aggregated or prefill"
             )
+    if settings.move_prefixes == "on":
+        if settings.engine not in ("native", "mock") or settings.role not in ("aggregated", "prefill", "decode"):
+            raise ValueError(
+                f"--move-prefixes on: --engine {settings.engine} --role {settings.role} reads no prefixes; leave it out"
+            )
+        if settings.transfer == "none" or not settings.prefix_cache:
+            raise ValueError("--move-prefixes on needs the prefix cache and a transfer backend; use --transfer auto")
+        if settings.sleep_after_s or settings.share_device:
+            raise ValueError(
+                "--move-prefixes on: other workers read this one's KV cache, so it does not sleep; leave out "
+                "--sleep-after-s and --share-device"
+            )
     if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
         raise ValueError("--kv-offloading-size applies to the native engine with --role aggregated only")
     if settings.kv_disk and (settings.engine != "native" or settings.role != "aggregated"):

@@ -409,6 +409,7 @@ MEANINGS = {
     "planning": "the planner runs",
     "poisonous_request_repeated": "a request that crashed its workers was sent again",
     "position_not_saved": "the exporter's position could not be stored: spans may be sent twice",
+    "prefix_not_read": "the beginning of a prompt could not be read from another worker's cache; it is computed",
     "process_at_a_standstill": "a process does not answer",
     "process_drained": "a worker was drained and stays down",
     "process_ended": "a process ended and is started again",

@@ -24,7 +24,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import block_hashes, control, done, fleet, jobs, kv, tokens, transfer, wire
 from penstock.schemas.errors import ServingError
-from penstock.schemas.jobs import Decision, Job, Stage
+from penstock.schemas.jobs import Decision, Job, Move, Stage
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjects
 from penstock.schemas.token_dedup import ChoiceProgress, replay
@@ -37,6 +37,7 @@ from penstock.workers.engines.engine_protocol import Engine, StepResult
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 from penstock.workers.kv_transfer.transport_protocol import Transport
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
+from penstock.workers.runners.token_backend import moves_prefixes
 from penstock.workers.runners.token_runner import TokenRunner
 from penstock.workers.session.request_runner import ServedModel
 from penstock.workers.session.session import WorkerSession
@@ -259,9 +260,11 @@ class LogClient:
         route: tuple[Stage, ...] = (),
         rank: int = 0,
         suspect: str = "",
+        move: Move | None = None,
     ) -> int:
         """Publish a job as a router does; its sequence in WORK. ``route``: the stages after this worker."""
-        decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns(), rank=rank)
+        stages = (Stage(role, worker, rank, move), *route) if move is not None else ()
+        decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns(), rank=rank, route=stages)
         raw = msgspec.Raw(wire.encode(asked))
         job = Job(raw, attempt, decision, resume, finished, route, endings, suspect=suspect)
         load = jobs.load_header(
@@ -421,10 +424,13 @@ class WorkerHarness:
         """A new session; it answers control requests for its dump."""
         info = self.engine.info
         vision = self.engine.vision
+        prefixes = self.engine.kv_transfer if moves_prefixes(self.settings) else None
         await self.broker.connect()
         self.session = session = WorkerSession(
             *(self.bus, self.broker, self.publisher, self.model, self.settings, self.metrics),
-            lambda context: TokenRunner(context, self.loop, info, self.transport, vision, self.engine.grammars),
+            lambda context: TokenRunner(
+                *(context, self.loop, info, self.transport, vision, self.engine.grammars), prefixes=prefixes
+            ),
         )
 
         async def obey(message: Any) -> None:
@@ -436,6 +442,8 @@ class WorkerHarness:
                 pushing.add_done_callback(
                     lambda task: asyncio.ensure_future(message.respond(wire.encode(task.result())))
                 )
+            elif isinstance(order, control.PinPrefix):
+                await message.respond(wire.encode(session.pin_prefix(order)))
             elif isinstance(order, control.Release):
                 await message.respond(wire.encode(session.release(order)))
 

@@ -5,9 +5,14 @@
     decode     fetch the KV, generate the rest
 
 Whatever could not be transferred is computed here; a request never fails because a transfer did.
+
+A worker that computes a prompt may also read its first blocks from the prefix cache of another one, which the router
+names (``jobs.Move``). The source finds them at once and pins them under a short lease; here they enter the prefix cache
+before the request does, which then starts like any other whose prefix is cached.
 """
 
 import asyncio
+import time
 from typing import Protocol
 
 import msgspec
@@ -16,11 +21,11 @@ import structlog
 from penstock.infra.bus import memory_storage
 from penstock.infra.bus.puller import ACK
 from penstock.schemas import contents, jobs, wire
-from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas.control import Ok, PinPrefix, PrefixPinned, Push, Pushed, Release
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import ConnectorUse
 from penstock.schemas.subjects import HEADER_LOAD
-from penstock.schemas.transfer import Encoded, Prefilled, Ticket
+from penstock.schemas.transfer import PREFIX, Encoded, Prefilled, Ticket
 from penstock.workers.disagg.block_reserver import BlockReserver
 from penstock.workers.disagg.embedding_stage import EmbeddingStage
 from penstock.workers.disagg.ledger import TransferLedger
@@ -32,6 +37,7 @@ from penstock.workers.engines.engine_protocol import (
     Engine,
     EngineInfo,
     EngineStats,
+    KvTransfer,
     VisionEngine,
     kv_transfer_of,
 )
@@ -44,6 +50,8 @@ log = structlog.get_logger("worker")
 BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt is queued like any other
 LEASE_MARGIN_NS = 1_000_000_000
 TRUST_POLL_S = 0.02
+MOVE_S, MOVE_TOKEN_S = 0.25, 50e-6  # for reading a prefix: to begin, and of each token; computing takes about as long
+SILENT_S = 30.0  # for so long a source that did not answer, or could not be reached, is not asked again
 STAGE_PUBLISH_S = 30.0  # how long publishing to the next stage is tried
 
 
@@ -57,6 +65,8 @@ class Submit(Protocol):
 class DisaggCoordinator:
     """The stages of one session. Each wait is bounded by the deadline, the lease, or the transfer timeout.
 
+    Args:
+        prefixes: of the engine, to read prefixes from other workers, and have them read its own; None: neither.
     Attributes:
         reader: reads blocks from other workers.
         reserver: sets blocks aside for them.
@@ -70,6 +80,7 @@ class DisaggCoordinator:
         transport: Transport | None,
         vision: VisionEngine | None,
         submit: Submit,
+        prefixes: KvTransfer | None = None,
     ) -> None:
         settings, bus, metrics = context.settings, context.bus, context.metrics
         self._context = context
@@ -79,6 +90,9 @@ class DisaggCoordinator:
         self._info = info
         self._transport = transport
         self._submit = submit
+        self._metrics = metrics
+        self._prefixes = prefixes if transport is not None else None
+        self._silent: dict[str, float] = {}  # source -> when it may be asked for a prefix again, monotonic
         quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
         self.reserver = BlockReserver(engine, context.requests, quarantine_s)
         self._ledger = TransferLedger(bus, context.outbox, context.id, metrics)
@@ -93,7 +107,15 @@ class DisaggCoordinator:
                 bus, transport, self._ledger, context.id, settings.transfer_timeout_s, settings.quarantine_s
             )
         if transport is not None:
-            self._peers = PeerWatcher(bus, transport, context.id, context.model.name, settings.role, self._on_peer_lost)
+            self._peers = PeerWatcher(
+                bus,
+                transport,
+                context.id,
+                context.model.name,
+                settings.role,
+                self._on_peer_lost,
+                moves_prefixes=self.moves_prefixes,
+            )
         self._embeddings = EmbeddingStage(context, engine, vision, self.reserver, self._owner, self.reader)
 
     # --- start and stop ---
@@ -107,6 +129,10 @@ class DisaggCoordinator:
             await self.reader.open()
         if self._peers is not None:
             await self._peers.start()
+
+    @property
+    def moves_prefixes(self) -> bool:
+        return self._prefixes is not None
 
     def sweep(self, now: float) -> None:
         """End expired leases and peers; called several times a second."""
@@ -152,6 +178,7 @@ class DisaggCoordinator:
         await self._ledger.close()
 
     def _on_peer_lost(self, worker: str) -> None:
+        self._silent.pop(worker, None)
         if self._owner is not None and self.reader is not None:
             self._owner.lost(worker)
             self.reader.lost(worker)
@@ -165,6 +192,92 @@ class DisaggCoordinator:
         if self._owner is None:
             return Pushed("refused", "this worker pins no blocks")
         return await self._owner.push(order)
+
+    def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
+        if self._owner is None or self._prefixes is None:
+            return PrefixPinned(cause="this worker has no prefixes read")
+        return self._owner.pin_prefix(order, self._prefixes)
+
+    # --- prefixes of other workers ---
+
+    def may_read_prefix(self, running: RunningRequest) -> bool:
+        """Whether ``read_prefix`` is worth a try."""
+        move = jobs.move_of(running.job) if running.job is not None else None
+        if move is None or self._prefixes is None or self.reader is None:
+            return False
+        request = running.request
+        if request.media or request.sampling.prompt_logprobs is not None:
+            return False
+        if time.monotonic() < self._silent.get(move.source, 0.0):
+            self._metrics.moves.failed.labels("silent").inc()
+            return False
+        return True
+
+    async def read_prefix(self, running: RunningRequest) -> None:
+        """Read a prefix that another worker caches, as far as it has it, then run the request."""
+        try:
+            await self._read_prefix(running)
+        except TransferError as error:
+            source = _move_of(running).source
+            if error.cause in ("timeout", "peer_lost"):
+                self._silent[source] = time.monotonic() + SILENT_S
+            self._metrics.moves.failed.labels(error.cause).inc()
+            log.info("prefix_not_read", request=running.request.id, source=source, cause=error.cause, error=str(error))
+        except Exception:
+            self._metrics.moves.failed.labels("internal").inc()
+            log.exception("prefix_not_read", request=running.request.id, cause="internal")
+        if self._requests.is_current(running):
+            self._submit(running)
+
+    async def _read_prefix(self, running: RunningRequest) -> None:
+        """
+        Raises:
+            TransferError: nothing was read.
+        """
+        request, size = running.request, self._info.block_size
+        move, cache, reader = _move_of(running), self._prefixes, self.reader
+        assert cache is not None
+        assert reader is not None
+        began = time.monotonic()
+        most = min(move.blocks, (request.prompt_tokens - 1) // size)  # the last token is computed, for its logits
+        names = prompt_digests(request, self._context.model.revision, size)[:most]
+        have = len(cache.find(names).blocks)
+        if have == len(names):
+            return
+        within_s = MOVE_S + MOVE_TOKEN_S * size * (len(names) - have)
+        ticket_id = f"{request.id}:{running.attempt}:{PREFIX}"
+        ticket = await reader.pin_prefix(move.source, ticket_id, names[have:], within_s)
+        try:
+            names = names[: have + len(ticket.blocks) // 4]
+            reservation = await self.reserver.reserve(
+                running,
+                0.0,  # blocks that are not free now are not waited for
+                "kv",
+                lambda engine: kv_transfer_of(engine).reserve(names, 0, 0),
+                lambda engine, blocks: kv_transfer_of(engine).release(blocks),
+            )
+            if reservation is None:
+                raise TransferError("refused", "there are too few free blocks here")
+            blocks = len(names) - reservation.have
+            try:
+                if reservation.have < have:
+                    raise TransferError("stale", "blocks in front of the prefix were evicted here meanwhile")
+                if not blocks:
+                    self.reserver.free(lambda engine: kv_transfer_of(engine).release(reservation))
+                    return
+                positions = range(reservation.have - have, len(names) - have)
+                moved = await reader.fetch(ticket, positions, reservation.blocks[reservation.have :], within_s)
+            except TransferError as error:
+                free = lambda engine: kv_transfer_of(engine).release(reservation)  # noqa: E731
+                self.reserver.free_when_settled(error.settled, free)
+                raise
+            except BaseException:
+                self.reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
+                raise
+        finally:
+            reader.release(ticket)
+        self.reserver.free(lambda engine: _enter_cache(kv_transfer_of(engine), reservation))
+        self._metrics.moves.moved(blocks, moved.bytes, time.monotonic() - began)
 
     # --- encode ---
 
@@ -363,6 +476,18 @@ class DisaggCoordinator:
             self.reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
             raise
         return reservation
+
+
+def _move_of(running: RunningRequest) -> jobs.Move:
+    move = jobs.move_of(running.job) if running.job is not None else None
+    assert move is not None
+    return move
+
+
+def _enter_cache(cache: KvTransfer, reservation: BlockReservation) -> None:
+    """Blocks that were read are cached from now on, like those of a prompt that was computed and has ended."""
+    cache.adopt(reservation)
+    cache.release(reservation)
 
 
 def _load_header(running: RunningRequest, message: StageInput) -> str:

@@ -12,12 +12,12 @@ import structlog
 
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
-from penstock.schemas import wire
-from penstock.schemas.control import Ok, Push, Pushed, Release
+from penstock.schemas import block_hashes, wire
+from penstock.schemas.control import Ok, PinPrefix, PrefixPinned, Push, Pushed, Release
 from penstock.schemas.transfer import Endpoint, Ticket
 from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.engine_protocol import Engine
+from penstock.workers.engines.engine_protocol import Engine, KvTransfer, kv_transfer_of
 from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 
@@ -92,6 +92,8 @@ class Pins:
 
 log = structlog.get_logger("handoff")
 
+MOST_PINS = 256  # open tickets, beyond which no prefix is pinned for others
+
 
 class Owner:
     """Used from the event loop. Every lease expires, whatever other workers do."""
@@ -130,11 +132,16 @@ class Owner:
         blocks: Sequence[int],
         generations: Sequence[int],
         free: Callable[[Engine], object],
+        lease_s: float = 0.0,
     ) -> Ticket:
         """Issue a ticket for blocks that the engine holds; ``free`` frees them, in the engine thread.
 
         Without blocks it is a lease on what an engine keeps for another engine, which fetches it by itself.
+
+        Args:
+            lease_s: 0: that of handoffs.
         """
+        lease_s = lease_s or self._lease_s
         endpoint = self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine")
         ticket = Ticket(
             ticket_id,
@@ -143,14 +150,41 @@ class Owner:
             pool,
             wire.pack_tokens(list(blocks)),
             wire.pack_tokens(list(generations)),
-            self._clock.now_ns() + int(self._lease_s * 1e9),
+            self._clock.now_ns() + int(lease_s * 1e9),
         )
         parts = (endpoint, *endpoint.ranks)
         size = sum(each.pools[pool].block_bytes for each in parts) if blocks else 0
-        self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, free))
+        self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + lease_s, free))
         self._tickets[ticket_id] = ticket
         self._ledger.record(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)
         return ticket
+
+    def pin_prefix(self, order: PinPrefix, cache: KvTransfer) -> PrefixPinned:
+        """Offer blocks of the prefix cache to a reader.
+
+        They are found at once, in the middle of a step as well, and pinned before the next one is planned. Should a
+        step that is being planned take one of them, the reader sees it by the generation.
+        """
+        if self._transport is None:
+            return PrefixPinned(cause="this worker has no transfer backend")
+        if self._pins.get(order.ticket) is not None or len(self._pins) >= MOST_PINS:
+            return PrefixPinned(cause=f"{len(self._pins)} tickets are open here, {MOST_PINS} at most")
+        found = cache.find(block_hashes.split(order.digests))
+        if not found.blocks:
+            return PrefixPinned(cause="the blocks are not cached here")
+        key = order.ticket
+        self._engine.call(lambda engine: kv_transfer_of(engine).pin(key, found))
+        return PrefixPinned(
+            self.offer(
+                key,
+                order.reader,
+                "kv",
+                found.blocks,
+                found.generations,
+                lambda engine: engine.release_pinned(key),
+                min(order.lease_s, self._lease_s),
+            )
+        )
 
     def release_ticket(self, ticket_id: str, cause: str) -> None:
         """The ticket will not be used."""

@@ -20,15 +20,17 @@ from nats.errors import Error as NatsError
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.worker_leases import RegisteredWorker, WorkerRegistry
 from penstock.schemas import control, wire
-from penstock.schemas.control import Push, Pushed, Release
+from penstock.schemas.control import PinPrefix, Push, Pushed, Release
+from penstock.schemas.fleet import Registration
 from penstock.schemas.transfer import Endpoint, Handoff, Ticket
 from penstock.workers.disagg.ledger import TransferLedger
-from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport, path_between
+from penstock.workers.kv_transfer.transport_protocol import TransferError, TransferResult, Transport, path_between
 
 log = structlog.get_logger("handoff")
 
 RELEASE_S = 1.0
 RELEASE_ATTEMPTS = 3
+PIN_S = 0.05  # for a source to pin a prefix: it only looks at a table
 GRACE_S = 0.5  # how much later than the transfer timeout an owner may reply to a push
 
 
@@ -66,23 +68,49 @@ class BlockReader:
         if self._sub is not None and self._bus.connected:
             await self._sub.unsubscribe()
 
-    async def fetch(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> None:
-        """Copy the blocks at ``positions`` of the ticket into the blocks ``local``.
+    async def pin_prefix(self, source: str, ticket: str, digests: Sequence[bytes], lease_s: float) -> Ticket:
+        """Have another worker pin blocks of its prefix cache.
+
+        Args:
+            digests: their names; the ticket has as many leading ones as are there.
+
+        Raises:
+            TransferError: it pins none, or does not answer in time.
+        """
+        order = PinPrefix(ticket, self._worker, b"".join(digests), lease_s)
+        try:
+            subject = self._bus.subjects.control(source)
+            reply = await self._bus.nc.request(subject, wire.encode(order), timeout=PIN_S)
+            pinned = control.decode_pinned(reply.data)
+        except (NatsError, TimeoutError) as error:
+            raise TransferError("timeout", f"the source did not answer: {error!r}") from None
+        except msgspec.MsgspecError as error:
+            raise TransferError("refused", f"the source's answer cannot be read: {error}") from None
+        if pinned.ticket is None:
+            raise TransferError("stale", pinned.cause)
+        return pinned.ticket
+
+    async def fetch(
+        self, ticket: Ticket, positions: Sequence[int], local: Sequence[int], timeout_s: float | None = None
+    ) -> TransferResult:
+        """Copy the blocks at ``positions`` of the ticket into the blocks ``local``, within ``timeout_s`` if that is
+        less than for handoffs.
 
         Raises:
             TransferError: they were not copied; ``settled`` is done when ``local`` may be used for anything else.
         """
         self._ledger.record(ticket, "leased", self._worker, blocks=len(positions))
         transport = self._transport
+        within_s = min(self._timeout_s, timeout_s or self._timeout_s)
         try:
             if self._bus.clock.now_ns() > ticket.lease_ns:
                 raise TransferError("stale", "the lease had expired before the blocks could be read")
             if transport is None:
                 raise TransferError("unavailable", "this worker has no transfer backend")
             if path_between(transport.endpoint, ticket.endpoint) == "read":
-                moved, seconds = await self._read(transport, ticket, positions, local)
+                moved, seconds = await self._read(transport, ticket, positions, local, within_s)
             else:
-                moved, seconds = await self._request_push(transport, ticket, positions, local)
+                moved, seconds = await self._request_push(transport, ticket, positions, local, within_s)
         except TransferError as error:
             self._ledger.record(
                 ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
@@ -92,13 +120,14 @@ class BlockReader:
                 self._quarantined(ticket, len(local), error.settled)
             raise
         self._ledger.record(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
+        return TransferResult(moved, seconds)
 
     def record_fetched(self, ticket: Ticket, seconds: float) -> None:
         """The engine has fetched the KV of a ticket without blocks."""
         self._ledger.record(ticket, "read", self._worker, seconds=seconds)
 
     async def _read(
-        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int], within_s: float
     ) -> tuple[int, float]:
         blocks, generations = wire.unpack_tokens(ticket.blocks), wire.unpack_tokens(ticket.generations)
         moved = await asyncio.wrap_future(
@@ -108,13 +137,13 @@ class BlockReader:
                 [blocks[p] for p in positions],
                 list(local),
                 generations=[generations[p] for p in positions],
-                timeout=self._timeout_s,
+                timeout=within_s,
             )
         )
         return moved.bytes, moved.seconds
 
     async def _request_push(
-        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int], within_s: float
     ) -> tuple[int, float]:
         order = Push(
             ticket.id,
@@ -122,7 +151,7 @@ class BlockReader:
             transport.endpoint,
             wire.pack_tokens(list(positions)),
             wire.pack_tokens(list(local)),
-            self._timeout_s,
+            within_s,
         )
         began = time.monotonic()
         reply = f"{self._inbox}.{next(self._numbers)}"
@@ -131,7 +160,7 @@ class BlockReader:
         settled: concurrent.futures.Future[None] = concurrent.futures.Future()
         try:
             await self._bus.nc.publish(self._bus.subjects.control(ticket.worker), wire.encode(order), reply=reply)
-            pushed = await asyncio.wait_for(asyncio.shield(answer), self._timeout_s + GRACE_S)
+            pushed = await asyncio.wait_for(asyncio.shield(answer), within_s + GRACE_S)
         except (NatsError, TimeoutError) as error:
             # It may write at any later time, until it replies or this worker's agent is renewed.
             self._spawn(self._await_settled(transport, reply, answer, settled))
@@ -234,12 +263,21 @@ class PeerWatcher:
     """Follows registrations. ``lost`` is called with the id of each worker that leaves."""
 
     def __init__(
-        self, bus: Bus, transport: Transport, worker: str, model: str, role: str, lost: Callable[[str], None]
+        self,
+        bus: Bus,
+        transport: Transport,
+        worker: str,
+        model: str,
+        role: str,
+        lost: Callable[[str], None],
+        *,
+        moves_prefixes: bool = False,
     ) -> None:
         self._transport = transport
         self._worker = worker
         self._model = model
         self._role = role
+        self._moves_prefixes = moves_prefixes
         self._lost = lost
         self._agents: dict[str, Endpoint] = {}
         self._watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
@@ -267,16 +305,21 @@ class PeerWatcher:
             return
         if agent is not None and agent.agent == endpoint.agent:
             return  # a renewal
-        if (
-            registration.role not in PARTNERS.get(self._role, ())
-            or endpoint.backend != self._transport.endpoint.backend
-        ):
+        if endpoint.backend != self._transport.endpoint.backend or not self._is_partner(registration):
             return
         if agent is not None:
             self._transport.forget(agent.agent)
         self._agents[registration.worker] = endpoint
         connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
         connected.add_done_callback(functools.partial(_log_connected, registration.worker))
+
+    def _is_partner(self, registration: Registration) -> bool:
+        """Whether blocks move between it and this worker: handed off, or of prefixes where that takes no pushes."""
+        if registration.role in PARTNERS.get(self._role, ()):
+            return True
+        assert registration.transfer is not None
+        moves = self._moves_prefixes and registration.moves_prefixes
+        return moves and path_between(registration.transfer, self._transport.endpoint) == "read"
 
     def _left(self, member: RegisteredWorker, reason: str) -> None:
         worker = member.registration.worker

@@ -405,10 +405,17 @@ class WeightsEngine(Protocol):
         """
 
 
+class FoundBlocks(NamedTuple):
+    """Blocks that hold a prefix, as long as they have these generations."""
+
+    blocks: list[int]
+    generations: list[int]
+
+
 class KvTransfer(Protocol):
     """The additional interface of an engine whose pool (see ``memory``) accepts KV blocks from other workers.
 
-    Called from the engine thread only.
+    Called from the engine thread only, except ``find``.
     """
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
@@ -425,6 +432,15 @@ class KvTransfer(Protocol):
 
     def release(self, reservation: BlockReservation) -> None:
         """Free a reservation (adopted or not) that no sequence was given."""
+
+    def find(self, digests: Seq[bytes]) -> FoundBlocks:
+        """The blocks of the longest cached prefix of these names. From any thread, also in the middle of a step."""
+
+    def pin(self, key: object, found: FoundBlocks) -> int:
+        """Hold found blocks until ``Engine.release_pinned``; returns how many, the leading ones that are still there.
+
+        None where running sequences would lack them.
+        """
 
 
 def kv_transfer_of(engine: Engine) -> KvTransfer:

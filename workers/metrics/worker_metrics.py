@@ -298,6 +298,7 @@ class WorkerMetrics:
         scope = self.scope = process.child("worker")
         self.kv = KvMetrics(scope.child("kv"))
         self.handoff = HandoffMetrics(process.child("handoff"))
+        self.moves = MoveMetrics(process.child("moves"))
         self.embed = EmbedMetrics(process.child("embed"))
         self.tokens = scope.thread_counter("tokens", "output tokens")
         self.pictures = scope.counter("pictures", "images and videos made", ["kind"])
@@ -446,6 +447,30 @@ class EmbedMetrics:
         self.tokens = scope.counter("tokens", "tokens of inputs computed")
         self.padding = scope.counter("padding_tokens", "computed beside them, to make inputs of a batch equally long")
         self.batch_inputs = scope.histogram("batch_inputs", "inputs computed together", buckets=BATCH_INPUTS)
+
+
+class MoveMetrics:
+    """Metrics of the prefixes that this worker reads from the caches of others instead of computing them."""
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.scope = scope
+        self.done = scope.counter("prefixes", "prefixes read from other workers")
+        self.blocks = scope.counter("blocks", "blocks of these prefixes")
+        self.bytes = scope.counter("bytes", "bytes of these blocks")
+        self.seconds = scope.histogram("seconds", "time from the job to the blocks in the cache", buckets=READ_SECONDS)
+        self.failed = scope.counter("failures", "prefixes that were computed after all", ["cause"])
+        for cause in (*CAUSES, "silent"):
+            self.failed.labels(cause)
+
+    def moved(self, blocks: int, size: int, seconds: float) -> None:
+        """
+        Args:
+            size: bytes.
+        """
+        self.done.inc()
+        self.blocks.inc(blocks)
+        self.bytes.inc(size)
+        self.seconds.observe(seconds)
 
 
 class HandoffMetrics:

@@ -14,7 +14,18 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas import fleet
-from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
+from penstock.schemas.control import (
+    Ok,
+    PinPrefix,
+    PrefixPinned,
+    Push,
+    Pushed,
+    RecordedTrace,
+    RecordTrace,
+    Release,
+    Sleep,
+    Wake,
+)
 from penstock.schemas.kv import KvDump
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import SessionContext, StageInput
@@ -180,6 +191,9 @@ class PipelineRunnerBase(Generic[Engine]):
 
     async def push(self, order: Push) -> Pushed:
         return Pushed("refused", "this worker holds no blocks")
+
+    def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
+        return PrefixPinned(cause="this worker holds no blocks")
 
     async def rest(self, order: Sleep | Wake) -> Ok:
         return Ok("a worker of this role does not sleep")

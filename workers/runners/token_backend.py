@@ -175,7 +175,10 @@ class TokenBackend:
             TransportUnavailable: it is needed and cannot be opened.
         """
         settings, backend = self._settings, self._settings.transfer
-        no_kv = settings.role == "aggregated" or bool(self._info.handoff_layout)
+        alone = settings.role == "aggregated" and not (
+            moves_prefixes(settings) and self._engine.kv_transfer is not None
+        )
+        no_kv = alone or bool(self._info.handoff_layout)
         if backend == "none" or (no_kv and self._vision is None):
             return None
 
@@ -205,7 +208,8 @@ class TokenBackend:
         except TransportUnavailable as error:
             if settings.role != "aggregated":
                 raise
-            log.warning("transfer_unavailable", error=str(error), action="images are encoded here")
+            action = "images are encoded here" if alone else "prefixes of other workers are computed here"
+            log.warning("transfer_unavailable", error=str(error), action=action)
             return None
 
     def make_runner(self, context: SessionContext) -> TokenRunner:
@@ -219,6 +223,7 @@ class TokenBackend:
             self._pace,
             self._adapters,
             self._weights,
+            self._engine.kv_transfer if moves_prefixes(self._settings) else None,
         )
 
     async def close(self) -> None:
@@ -234,6 +239,13 @@ class TokenBackend:
             return True
         self._engine_loop.stop()
         return self._thread.join(timeout)
+
+
+def moves_prefixes(settings: WorkerSettings) -> bool:
+    """Whether a worker is to read prefixes from others, and have them read its own."""
+    if settings.move_prefixes == "auto":
+        return settings.role in ("prefill", "decode")  # there blocks move anyway
+    return settings.move_prefixes == "on" and settings.role in ("aggregated", "prefill", "decode")
 
 
 def model_path(settings: WorkerSettings) -> Path:

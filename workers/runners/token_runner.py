@@ -24,7 +24,18 @@ from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, Tr
 from penstock.infra.fair_queue import QueueLimits
 from penstock.infra.process.scheduling import CoreWaits
 from penstock.schemas import done, fleet, jobs, kv, requests
-from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
+from penstock.schemas.control import (
+    Ok,
+    PinPrefix,
+    PrefixPinned,
+    Push,
+    Pushed,
+    RecordedTrace,
+    RecordTrace,
+    Release,
+    Sleep,
+    Wake,
+)
 from penstock.schemas.errors import Code
 from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
@@ -39,6 +50,7 @@ from penstock.workers.engines.engine_protocol import (
     EngineInfo,
     EngineStats,
     Grammars,
+    KvTransfer,
     MediaReservation,
     RequestError,
     VisionEngine,
@@ -195,6 +207,7 @@ class TokenRunner:
         pace: of the worker, over all its sessions.
         adapters: LoRA adapters of the engine, if it applies any; likewise.
         weights: of the engine, if they can change or sleep; likewise.
+        prefixes: of the engine, to move prefixes between its cache and those of other workers; None: they stay.
     Attributes:
         disaggregation: the stages of requests that other workers begin or continue.
         publisher: publishes what the engine has computed.
@@ -212,6 +225,7 @@ class TokenRunner:
         pace: TokenPace | None = None,
         adapters: AdapterTable | None = None,
         weights: WeightsTable | None = None,
+        prefixes: KvTransfer | None = None,
     ) -> None:
         self.slots = info.slots
         self.queue = max(1, int(info.slots * QUEUE_SHARE))
@@ -236,7 +250,7 @@ class TokenRunner:
         self._dumper = Dumper(engine, context.id, context.epoch)
         self.stage_tasks: set[asyncio.Task[Any]] = set()
         self._compiling: set[asyncio.Task[Any]] = set()
-        self.disaggregation = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
+        self.disaggregation = DisaggCoordinator(context, engine, info, transport, vision, self._submit, prefixes)
         self.publisher = FlushPublisher(context, engine, self._on_completed, self.disaggregation.on_fetched)
         self._loop = asyncio.get_running_loop()
 
@@ -316,6 +330,8 @@ class TokenRunner:
             self._run_stage(running, self.disaggregation.on_prefilled(running, stage_input))
         elif running.request.media:
             self._run_stage(running, self.disaggregation.load_embeddings(running, stage_input))
+        elif self.disaggregation.may_read_prefix(running):
+            self._run_stage(running, self.disaggregation.read_prefix(running))
         else:
             self._submit(running)
 
@@ -541,6 +557,7 @@ class TokenRunner:
             adapters=adapters.registered() if adapters else (),
             adapter_slots=adapters.slots if adapters else 0,
             weights=fleet.FIXED if self._weights is None else self._weights.shown,
+            moves_prefixes=self.disaggregation.moves_prefixes,
         )
 
     def _endpoint(self) -> Endpoint | None:
@@ -584,6 +601,9 @@ class TokenRunner:
 
     async def push(self, order: Push) -> Pushed:
         return await self.disaggregation.push(order)
+
+    def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
+        return self.disaggregation.pin_prefix(order)
 
     async def rest(self, order: Sleep | Wake) -> Ok:
         return await self._weights.rest(order) if self._weights is not None else Ok("its engine does not sleep")

@@ -504,4 +504,6 @@ class WorkerProcess:
             return wire.encode(await session.profile(order))
         if isinstance(order, control.Push):
             return wire.encode(await session.push(order))
+        if isinstance(order, control.PinPrefix):
+            return wire.encode(session.pin_prefix(order))
         return wire.encode(session.release(order))

@@ -15,7 +15,18 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import fleet, jobs, requests
-from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
+from penstock.schemas.control import (
+    Ok,
+    PinPrefix,
+    PrefixPinned,
+    Push,
+    Pushed,
+    RecordedTrace,
+    RecordTrace,
+    Release,
+    Sleep,
+    Wake,
+)
 from penstock.schemas.kv import KvDump
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
@@ -130,6 +141,8 @@ class RequestRunner(Protocol):
     def release(self, order: Release) -> Ok: ...
 
     async def push(self, order: Push) -> Pushed: ...
+
+    def pin_prefix(self, order: PinPrefix) -> PrefixPinned: ...
 
     async def rest(self, order: Sleep | Wake) -> Ok:
         """Move the weights to host memory, or back."""

@@ -26,7 +26,18 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import contents, fleet, jobs, requests
-from penstock.schemas.control import Ok, Push, Pushed, RecordedTrace, RecordTrace, Release, Sleep, Wake
+from penstock.schemas.control import (
+    Ok,
+    PinPrefix,
+    PrefixPinned,
+    Push,
+    Pushed,
+    RecordedTrace,
+    RecordTrace,
+    Release,
+    Sleep,
+    Wake,
+)
 from penstock.schemas.done import MadeWith
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.kv import KvDump
@@ -603,6 +614,10 @@ class WorkerSession:
     async def push(self, order: Push) -> Pushed:
         """Write blocks that are pinned for a reader into its memory."""
         return await self.runner.push(order)
+
+    def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
+        """Pin blocks of the prefix cache for another worker."""
+        return self.runner.pin_prefix(order)
 
     async def rest(self, order: Sleep | Wake) -> Ok:
         """Move the weights to host memory, or back."""

@@ -1,5 +1,7 @@
 """Which workers are reached when they register, on a real nats-server, and what is said of those that are not."""
 
+from typing import Any
+
 import pytest
 from structlog.testing import capture_logs
 
@@ -32,14 +34,17 @@ async def test_partners_are_reached_before_any_block_moves_and_those_that_cannot
 
 
 async def test_workers_that_never_meet_are_not_reached(broker: EmbeddedNats, pipeline: Subjects) -> None:
-    """Of the same role, or of another model."""
+    """Of the same role, or of another model, unless prefixes move."""
+    alone: dict[str, Any] = {"move_prefixes": "off"}
     network = LoopbackNetwork("here")
     with capture_logs() as lines:
         async with (
-            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
-            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill", **alone),
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill", **alone),
             run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode", model="other"),
-            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode") as last,
+            run_worker(
+                broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode", **alone
+            ) as last,
         ):
             await eventually(lambda: sum(line["event"] == "peer_connected" for line in lines) >= 4)
             logged = [line["worker"] for line in lines if line["event"] == "peer_connected"]
@@ -49,3 +54,20 @@ async def test_workers_that_never_meet_are_not_reached(broker: EmbeddedNats, pip
                 2,
             ]  # both prefills by it, it by both
             assert logged.count(last.id) == 2
+
+
+@pytest.mark.parametrize(("host", "reached"), [("here", 6), ("", 0)], ids=["same host", "elsewhere"])
+async def test_workers_that_move_prefixes_meet_where_they_can_read_memory(
+    broker: EmbeddedNats, pipeline: Subjects, host: str, reached: int
+) -> None:
+    network, moves = LoopbackNetwork(host), {"move_prefixes": "on"}
+    with capture_logs() as lines:
+        async with (
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, **moves),
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, **moves) as second,
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, **moves) as third,
+        ):
+            await eventually(lambda: sum(line["event"] == "peer_connected" for line in lines) >= reached)
+            await second.frees_everything()
+            await third.frees_everything()
+    assert sum(line["event"] == "peer_connected" for line in lines) == reached

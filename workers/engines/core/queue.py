@@ -29,19 +29,21 @@ from penstock.infra.process.class_queue import StartQueue, StartShare
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import LoadedAdapter, Sequence
 from penstock.workers.engines.core.windows import WindowRows
-from penstock.workers.engines.engine_protocol import BlockReservation, PinnedPrompt
+from penstock.workers.engines.engine_protocol import BlockReservation, FoundBlocks, PinnedPrompt
 
 
 class Reservations:
     """Implements ``engine_protocol.KvTransfer``: blocks for prompts whose KV comes from another worker.
 
     Args:
+        pinned: holds what other workers read of the cache.
         headroom: blocks that must stay available: one for each running sequence to grow into, and those that the first
             waiting sequence without a reservation needs.
     """
 
-    def __init__(self, blocks: BlockManager, headroom: Callable[[], int]) -> None:
+    def __init__(self, blocks: BlockManager, pinned: "PinnedBlocks", headroom: Callable[[], int]) -> None:
         self._blocks = blocks
+        self._pinned = pinned
         self._headroom = headroom
         self.expected = 0  # sequences that reservations were made for, and that have not started
         self.reserved_blocks = 0
@@ -74,6 +76,36 @@ class Reservations:
         self.expected -= reservation.users
         self._blocks.release(table)
         reservation.blocks, reservation.tails, reservation.users = [], [], 0
+
+    def find(self, digests: Seq[bytes]) -> FoundBlocks:
+        """As of ``KvTransfer``. While the engine thread changes the cache, the generation says whose a block is: it is
+        increased before a block gets another content."""
+        cache, generations = self._blocks.cache, self._blocks.generations
+        found = FoundBlocks([], [])
+        for name in digests:
+            block = cache.get(name)
+            if block is None:
+                break
+            generation = generations[block]
+            if cache.get(name) != block:  # it was evicted in between, so the generation may be of its next content
+                break
+            found.blocks.append(block)
+            found.generations.append(generation)
+        return found
+
+    def pin(self, key: object, found: FoundBlocks) -> int:
+        blocks = self._blocks
+        there = []
+        for block, generation in zip(*found, strict=True):
+            if blocks.generations[block] != generation or not (blocks.holders[block] or blocks.names[block]):
+                break
+            there.append(block)
+        if not there or blocks.left(there, 0) < self.expected + self._headroom():
+            return 0
+        table = blocks.take(there, 0)
+        assert table is not None
+        self._pinned.hold(key, table)
+        return len(table)
 
     def take_tail(self, reservation: BlockReservation) -> None:
         """A sequence starts and continues in one of the copies of the prompt's last block."""
@@ -124,6 +156,10 @@ class PinnedBlocks:
         self._tables[sequence.key] = table
         generations = self._blocks.generations
         self._new.append(PinnedPrompt(sequence.key, table, [generations[block] for block in table]))
+
+    def hold(self, key: object, table: list[int]) -> None:
+        """Keep a table of held blocks until ``release``."""
+        self._tables[key] = table
 
     def release(self, key: object) -> bool:
         """Free the blocks of an ended sequence; False: it has pinned none."""

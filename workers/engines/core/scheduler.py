@@ -159,8 +159,8 @@ class Scheduler:
         block_size = config.block_size
         self.blocks = blocks
         self.kv_cache = KvCacheManager(blocks, block_size, windows, fair=config.no_evict)
-        self.reservations = Reservations(blocks, lambda: len(self.running) + self.queue.head_claim())
         self.pinned = PinnedBlocks(blocks, block_size)
+        self.reservations = Reservations(blocks, self.pinned, lambda: len(self.running) + self.queue.head_claim())
         self.queue = Queue(
             blocks, block_size, self.reservations, no_evict=config.no_evict, windows=windows, adapters=adapters
         )

@@ -206,7 +206,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         ValueError: no token of the vocabulary is text by itself, or several ranks in a disaggregated role.
     """
     model = modeldir.load(path)
-    vision, ranks = model.vision, settings.mock_ranks
+    vision, ranks, moves = model.vision, settings.mock_ranks, settings.move_prefixes == "on"
     if ranks > 1 and settings.role != "aggregated":
         raise ValueError(f"--mock-ranks {ranks}: only workers of --role aggregated have ranks")
     if ranks > 1 and settings.play:
@@ -223,7 +223,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         prefix_cache=settings.prefix_cache,
         kv_events=settings.publish_events_and_metrics,
         speedup=settings.mock_speedup,
-        memory_block_bytes=0 if settings.role == "aggregated" else BLOCK_BYTES,
+        memory_block_bytes=BLOCK_BYTES if settings.role != "aggregated" or (moves and ranks == 1) else 0,
         image_tokens=0 if vision is None or vision.patches is not None or ranks > 1 else vision.image_tokens,
         embed_slots=settings.embed_slots,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
