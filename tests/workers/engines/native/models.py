@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
+    Phi3Config,
     PhimoeConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
@@ -98,6 +99,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "olmoe": OlmoeConfig(**COMMON, num_experts=8, num_experts_per_tok=2),
     "granite_moe": GraniteMoeConfig(**COMMON, **CHOSEN, residual_multiplier=0.7, attention_multiplier=0.25),
+    "phi3": Phi3Config(**COMMON),
     "phimoe": PhimoeConfig(**COMMON, **CHOSEN, router_jitter_noise=0.05),
     "deepseek_v2": DeepseekV2Config(
         **{**COMMON, "num_key_value_heads": 4, "head_dim": 8},

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptOssConfig
 
 from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.requests import Sampling
@@ -33,13 +33,13 @@ from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets
 from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
 from tests.adapters import other_weights
 from tests.demo_model.eagle import random_head
-from tests.workers.engines.native.models import CONFIGS, VOCAB, drain, expected, prompt, request, run, tokens
+from tests.workers.engines.native.model.test_mxfp4 import narrow
+from tests.workers.engines.native.models import CONFIGS, VOCAB, drain, expected, prompt, request, run, save, tokens
 from tests.workers.engines.native.test_handoff import ROOT, prefilled
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 
 LENGTHS = (1, 13, 33)  # around block borders and windows
 COUNT = 12
-UNSPLIT = {"gpt_oss"}  # transformers has no plan for it
 
 
 @pytest.fixture(autouse=True)
@@ -106,12 +106,24 @@ def engine(
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [*((name, 2) for name in sorted(set(CONFIGS) - UNSPLIT)), ("llama", 4), ("qwen3_moe", 4)]
+    ("name", "width"), [*((name, 2) for name in sorted(CONFIGS)), ("llama", 4), ("phi3", 4), ("qwen3_moe", 4)]
 )
 def test_a_split_model_answers_as_transformers_does(name: str, width: int, model_dir: Callable[[str], Path]) -> None:
     """Of two KV heads, each is on two of four ranks."""
     model = model_dir(name)
     with engine(model, width) as native:
+        answers = tokens(run(native, [request(n, prompt(n), COUNT) for n in LENGTHS]))
+    assert answers == {n: expected(model, prompt(n), COUNT) for n in LENGTHS}
+
+
+def test_experts_of_four_bits_are_split_by_steps_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three steps, one rank has two and the other one; what it lacks are zeros."""
+    config = GptOssConfig(**CONFIGS["gpt_oss"].to_dict() | {"intermediate_size": 192})
+    monkeypatch.setitem(CONFIGS, "uneven", config)
+    model = narrow(save("uneven", tmp_path))
+    with engine(model, 2) as native:
         answers = tokens(run(native, [request(n, prompt(n), COUNT) for n in LENGTHS]))
     assert answers == {n: expected(model, prompt(n), COUNT) for n in LENGTHS}
 
@@ -168,16 +180,19 @@ def test_each_rank_has_its_heads_part_of_a_block(model_dir: Callable[[str], Path
 @pytest.mark.parametrize(
     ("name", "width", "options", "says"),
     [
-        ("gpt_oss", 2, {}, "GptOssForCausalLM cannot be split.*leave out --tensor-parallel-size"),
+        ("gpt2", 2, {}, "GPT2LMHeadModel cannot be split.*leave out --tensor-parallel-size"),
         ("llama", 3, {}, r"q_proj has 4 heads, which 3 GPUs cannot share.*--tensor-parallel-size that divides 4"),
         ("llama", 2, {"max_loras": 1}, "excludes max_loras"),
         ("llama", 2, {"kv_offloading_size": 0.1}, "excludes kv_offloading_size"),
     ],
 )
 def test_what_cannot_be_split_is_refused(
-    name: str, width: int, options: dict[str, Any], says: str, model_dir: Callable[[str], Path]
+    name: str, width: int, options: dict[str, Any], says: str, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedModel, match=says), engine(model_dir(name), width, **options):
+    if name == "gpt2":
+        GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    model = tmp_path if name == "gpt2" else model_dir(name)
+    with pytest.raises(UnsupportedModel, match=says), engine(model, width, **options):
         pass
 
 

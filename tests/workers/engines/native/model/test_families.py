@@ -48,7 +48,6 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model type, and what else is speci
     "minicpm3": LATENTS,
     "youtu": LATENTS,
     "qwen2": COMMON,
-    "phi3": COMMON,
     "granite": {**COMMON, "attention_multiplier": 0.25, "residual_multiplier": 0.7, "logits_scaling": 0.5},
     "olmo2": COMMON,
     "cohere": {**COMMON, "logit_scale": 0.5, "use_qk_norm": True},
