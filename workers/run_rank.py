@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.native.build import build_follower
 from penstock.workers.engines.native.ranks import Link, serve
@@ -18,6 +19,7 @@ def main() -> None:
 
     def built(pools: dict[str, Memory]) -> None:
         threading.Thread(target=serve_transport, args=(transfers, pools, open_transport), daemon=True).start()
+        freeze_loaded()
 
     status = serve(steps, build_follower, built)
     sys.stdout.flush()

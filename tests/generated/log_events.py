@@ -428,6 +428,7 @@ MEANINGS = {
     "pull_silent": "a pull did not answer; a new one follows",
     "rank_lost": "a process of a native engine over several GPUs has ended, and its worker with it",
     "ranks_ready": "all processes of a native engine over several GPUs have loaded",
+    "ranks_without_peer_memory": "sums over the GPUs of one engine are all NCCL's: slower small steps",
     "reader_task_failed": "a handoff's reader failed; the prompt is computed",
     "ready": "`up`: all processes serve",
     "reconnect_hook_failed": "a step after a reconnect failed",

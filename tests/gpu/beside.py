@@ -1,15 +1,16 @@
-"""The native engine beside vLLM, each alone in a process of its own: the same shapes, requests and limits on one GPU.
+"""The native engine beside vLLM, each alone in a process of its own: the same shapes, requests, limits and GPUs.
 
-python -m tests.gpu.beside native vllm [--shape 8b] [--long] [--fp8] [--fp8-kv] [--rows 3] [--json FILE]
+python -m tests.gpu.beside native vllm [--shape 8b] [--width 2] [--long] [--fp8] [--fp8-kv] [--rows 3] [--json FILE]
 
 Weights are random, of the same spread in both, so that as many experts are chosen. Answers are greedy and of fixed
-length. A row is timed from the first request to the last answer's
-end, twice; the faster one counts. vLLM needs to be installed.
+length. A row is timed from the first request to the last answer's end, twice; the faster one counts. vLLM needs to be
+installed. With ``--width`` so many GPUs share each layer, and the native engine's ranks load weights from a folder.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 ROWS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (512, 128, 128), (64, 2048, 128),
         (64, 512, 1), (16, 2048, 1), (1, 512, 1))  # fmt: skip
 LONG_ROWS = ((1, 32_000, 64), (8, 32_000, 64), (64, 8192, 64), (4, 32_000, 1), (1, 8192, 1), (1, 128_000, 64))
+ROOM = 40e9  # bytes of the largest shape, and some
 RUNNING, BATCHED, SHARE = 512, 8192, 0.7
 longest = 4096  # tokens of a sequence; like the table, set by --long
 table: tuple[tuple[int, int, int], ...] = ROWS
@@ -63,6 +65,17 @@ def random_model(shape: str) -> Any:
         return large(loaded)
 
 
+def written(shape: str, folder: Path | None = None) -> Path:
+    """A folder with the shape's random model, which is written unless it is there; None: a new one, in memory."""
+    if folder is None:
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM else None
+        folder = Path(tempfile.mkdtemp(prefix="shape-", dir=memory))
+    if not (folder / "config.json").exists():  # by a process of its own, as this one would keep memory of the GPU
+        code = f"from tests.gpu.beside import random_model; random_model({shape!r}).save_pretrained({str(folder)!r})"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
+    return folder
+
+
 def spread(model: Any) -> None:
     """Draw weights as ``tests.gpu.native.large`` does. What vLLM draws is so small that all rows choose alike."""
     for name, weight in model.named_parameters():
@@ -70,60 +83,58 @@ def spread(model: Any) -> None:
             weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(std=0.02)
 
 
-def native(shape: str, fp8: bool, fp8_kv: bool) -> Run:
+def native(asked: argparse.Namespace) -> Run:
     from penstock.infra.process.gc_policy import freeze_loaded
-    from penstock.workers.engines.native.build import assemble
+    from penstock.workers.engines.native.build import assemble, build
     from penstock.workers.engines.native.cuda import rewrite
     from penstock.workers.engines.native.model.loading import describe
     from penstock.workers.engines.native.model.options import NativeOptions
     from penstock.workers.engines.native.model.quantize import quantize
     from tests.gpu.native import ask, drive
 
-    made = random_model(shape)
-    described = describe(made)
-    if fp8:
-        quantize(made)
-        rewrite.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
-    engine = assemble(
-        described,
-        NativeOptions(
-            max_running=RUNNING,
-            max_batched_tokens=BATCHED,
-            max_model_len=longest,
-            warm=True,
-            kv_dtype="fp8" if fp8_kv else "auto",
-        ),
-    )
+    options = NativeOptions(
+        max_running=RUNNING, max_batched_tokens=BATCHED, max_model_len=longest, warm=True,
+        kv_dtype="fp8" if asked.fp8_kv else "auto", tensor_parallel_size=asked.width,
+        quantization="fp8" if asked.fp8 and asked.width > 1 else "",
+    )  # fmt: skip
+    rewrite.ROUNDING_FP8 = 0.9  # noise of 8 bits grows from layer to layer if weights are random
+    if asked.width > 1:
+        engine = build(str(asked.folder), options)
+    else:
+        made = random_model(asked.shape)
+        described = describe(made)
+        if asked.fp8:
+            quantize(made)
+        engine = assemble(described, options)
     freeze_loaded()
-    vocab = SHAPES[shape][0]
+    vocab = SHAPES[asked.shape][0]
     return lambda streams, prompt, answer, seed: drive(engine, ask(streams, prompt, answer, vocab, seed))[0]
 
 
-def vllm(shape: str, fp8: bool, fp8_kv: bool) -> Run:
+def vllm(asked: argparse.Namespace) -> Run:
     import random
 
     os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1",
-                   "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # fmt: skip
+                   "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}  # fmt: skip
     from vllm import LLM, SamplingParams
 
     folder = tempfile.mkdtemp(prefix="shape-")
-    config(shape).save_pretrained(folder)
+    config(asked.shape).save_pretrained(folder)
     engine = LLM(
         model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=longest,
         max_num_seqs=RUNNING, max_num_batched_tokens=BATCHED, gpu_memory_utilization=SHARE, seed=1,
-        quantization="fp8" if fp8 else None, kv_cache_dtype="fp8" if fp8_kv else "auto",
+        quantization="fp8" if asked.fp8 else None, kv_cache_dtype="fp8" if asked.fp8_kv else "auto",
+        tensor_parallel_size=asked.width,
     )  # fmt: skip
-    if not fp8:
+    if not asked.fp8:
         engine.apply_model(spread)
 
     def run(streams: int, prompt: int, answer: int, seed: int) -> float:
-        draw = random.Random(seed)
-        asked = [
-            {"prompt_token_ids": [draw.randrange(10, SHAPES[shape][0]) for _ in range(prompt)]} for _ in range(streams)
-        ]
+        draw, vocab = random.Random(seed), SHAPES[asked.shape][0]
+        prompts = [{"prompt_token_ids": [draw.randrange(10, vocab) for _ in range(prompt)]} for _ in range(streams)]
         sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
-        found = engine.generate(asked, sampling, use_tqdm=False)
+        found = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         assert sum(len(each.outputs[0].token_ids) for each in found) == streams * answer
         return seconds
@@ -131,14 +142,14 @@ def vllm(shape: str, fp8: bool, fp8_kv: bool) -> Run:
     return run
 
 
-def measure(name: str, shape: str, rows: int, fp8: bool, fp8_kv: bool) -> None:
+def measure(name: str, asked: argparse.Namespace) -> None:
     """In this process; writes one JSON line at the end."""
     began = time.perf_counter()
-    run = {"native": native, "vllm": vllm}[name](shape, fp8, fp8_kv)
+    run = {"native": native, "vllm": vllm}[name](asked)
     run(1, 16, 2, 7)
     ready = time.perf_counter() - began
     rates = []
-    for number, (streams, prompt, answer) in enumerate(table[:rows]):
+    for number, (streams, prompt, answer) in enumerate(table[: asked.rows]):
         run(min(streams, 8), prompt, 2, 100 + number)
         seconds = min(run(streams, prompt, answer, 1000 * attempt + number) for attempt in (1, 2))
         rates.append(streams * (answer if answer > 1 else prompt) / seconds)
@@ -153,6 +164,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=len(ROWS), help="how many of the table")
     parser.add_argument("--fp8", action="store_true", help="weights of 8-bit floats")
     parser.add_argument("--fp8-kv", action="store_true", help="a KV cache of 8-bit floats")
+    parser.add_argument("--width", type=int, default=1, help="GPUs that share each layer")
+    parser.add_argument("--folder", type=Path, help="of the weights with --width, kept; default: a temporary one")
     parser.add_argument("--here", action="store_true", help="one engine, in this process")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each engine")
     parser.add_argument("--json", type=Path)
@@ -161,13 +174,18 @@ def main() -> None:
     global longest, table
     if asked.long:
         longest, table = 131_072, LONG_ROWS
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as memory that several GPUs write at once is not everywhere
     if asked.here:
-        measure(asked.engines[0], asked.shape, asked.rows, asked.fp8, asked.fp8_kv)
+        measure(asked.engines[0], asked)
         return
     found = {}
+    kept, split = asked.folder, asked.width > 1 and "native" in asked.engines
+    if split:
+        asked.folder = written(asked.shape, asked.folder)
     for name in asked.engines:
         command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--rows", str(asked.rows),
-                   "--here", *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else []),
+                   "--here", "--width", str(asked.width), "--folder", str(asked.folder),
+                   *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else []),
                    *(["--long"] if asked.long else [])]  # fmt: skip
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
@@ -175,6 +193,8 @@ def main() -> None:
             found[name] = json.loads(line)
         except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
             print(f"{name} gave no figures but those above: {error!r}"[:300])
+    if split and kept is None:
+        shutil.rmtree(asked.folder, ignore_errors=True)
     print(f"| streams x prompt -> answer | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
     for number, (streams, prompt, answer) in enumerate(table[: asked.rows]):
         cells = " | ".join(f"{each['rates'][number]:,.0f}" for each in found.values())

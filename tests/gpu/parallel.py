@@ -1,146 +1,417 @@
-"""The native engine over several GPUs beside vLLM over as many: the same shape, requests and limits.
+"""A model over several GPUs: sums over ranks, answers beside those of a CPU, speed, the end of a rank, hand-over.
 
-python -m tests.gpu.parallel native vllm [--width 2] [--shape 8b] [--json FILE]
-python -m tests.gpu.parallel native --device cpu --shape tiny     (over gloo, to try the script)
+python -m tests.gpu.parallel [sums] [parity] [speed] [lost] [handoff] [--width 2] [--shape 8b] [--minutes 9]
+TRITON_INTERPRET=1 python -m tests.gpu.parallel sums parity --device cpu --only llama     (without GPUs, slowly)
 
-Each engine is alone in a process of its own. The native one reads random weights from a folder, which is written first,
-as its ranks load their parts; vLLM draws its own. Answers are greedy and of fixed length; a row is timed from the first
-request to the last answer's end, twice, and the faster one counts. With ``--width 1`` beside it, the gain of a width
-shows. vLLM needs to be installed.
+Each part is a process of its own with a bound, and those behind it run whatever becomes of it. ``sums``: microseconds
+of one sum within a CUDA graph, by the kernel and by NCCL. ``python -m tests.gpu.beside native vllm --width 2`` has the
+table beside vLLM.
 """
 
 import argparse
-import json
+import contextlib
+import functools
+import mmap
 import os
+import queue
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from penstock.schemas.block_hashes import chain, split
+from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.native import build as engine_build
+from penstock.workers.engines.native import executors
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model.options import NativeOptions
+from penstock.workers.engines.native.model.parallel import RankGroup
+from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve, start_process
 from tests.gpu import beside
+from tests.gpu.native import DRAWN, INTERPRETED, answers, ask, drive, profile
+from tests.gpu.times import timed
+from tests.workers.engines.native import models
 
-ROWS = ((1, 512, 128), (32, 512, 128), (256, 512, 128), (16, 2048, 1))
-TRIED = ((1, 32, 8), (4, 32, 8))  # of ``--shape tiny``
-beside.SHAPES["tiny"] = (1024, 128, 256, 2, 8, 4)
-
-
-def native(folder: Path, asked: argparse.Namespace) -> beside.Run:
-    from penstock.infra.process.gc_policy import freeze_loaded
-    from penstock.workers.engines.native.build import build
-    from penstock.workers.engines.native.model.options import NativeOptions
-    from tests.gpu.native import ask, drive
-
-    engine = build(
-        str(folder),
-        NativeOptions(
-            max_running=beside.RUNNING,
-            max_batched_tokens=beside.BATCHED,
-            max_model_len=beside.LONGEST,
-            device=asked.device,
-            tensor_parallel_size=asked.width,
-            warm=True,
-        ),
-    )
-    freeze_loaded()
-    vocab = beside.SHAPES[asked.shape][0]
-    return lambda streams, prompt, answer, seed: drive(engine, ask(streams, prompt, answer, vocab, seed))[0]
+PARTS = {"sums": 100.0, "parity": 200.0, "speed": 240.0, "lost": 60.0, "handoff": 90.0}  # and seconds, at most
+PARITY = ("llama", "qwen3_moe", "gpt_oss", "phi3", "gemma3", "mixtral")
+ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)  # of 4,096 values
+STREAMS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (16, 2048, 1))
+FEW = 4  # rows of sums by the kernel, interpreted
+MAPPED: list[mmap.mmap] = []  # for as long as the process runs
 
 
-def vllm(folder: Path, asked: argparse.Namespace) -> beside.Run:
-    import random
-
-    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=beside.LONGEST, seed=1,
-        max_num_seqs=beside.RUNNING, max_num_batched_tokens=beside.BATCHED, gpu_memory_utilization=beside.SHARE,
-        tensor_parallel_size=asked.width, load_format="dummy",
-    )  # fmt: skip
-
-    def run(streams: int, prompt: int, answer: int, seed: int) -> float:
-        draw, vocab = random.Random(seed), beside.SHAPES[asked.shape][0]
-        prompts = [{"prompt_token_ids": [draw.randrange(10, vocab) for _ in range(prompt)]} for _ in range(streams)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
-        began = time.perf_counter()
-        found = engine.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        assert sum(len(each.outputs[0].token_ids) for each in found) == streams * answer
-        return seconds
-
-    return run
+# -- ranks whose kernels are interpreted ---------------------------------------------------------------------------
 
 
-def measure(name: str, folder: Path, asked: argparse.Namespace) -> None:
-    """In this process; writes one JSON line at the end."""
+@contextlib.contextmanager
+def interpreted(rank_file: Path) -> Iterator[None]:
+    """Kernels on a CPU by Triton's interpreter, in this rank's process; the ranks share the memory of a file."""
+    from penstock.workers.engines.native.cuda.rewrite import prepare
+
+    def prepared(model: Any, reload: Any, *, invariant: bool = False) -> executors.PreparedModel:
+        if model.group is not None:
+            model.group.peers = shared(rank_file, model.group, model.forward.config.hidden_size, model.dtype)
+        return executors.PreparedModel(model, prepare(model, invariant=invariant))
+
+    with mock.patch.object(engine_build, "prepared", prepared):
+        yield
+
+
+def shared(file: Path, group: RankGroup, columns: int, dtype: torch.dtype) -> Any:
+    """``peers.connect`` over memory that processes share."""
+    from penstock.workers.engines.native.cuda import peers
+
+    row_bytes = max(peers.LEAST_ROW, columns * dtype.itemsize)
+    size = peers.memory_bytes(group.size, FEW, row_bytes)
+    with file.open("r+b") as opened:
+        mapped = mmap.mmap(opened.fileno(), size * group.size)
+    MAPPED.append(mapped)
+    base = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    bases = [base + rank * size for rank in range(group.size)]
+    return peers.PeerSums(group.rank, bases, FEW, row_bytes, torch.device("cpu"))
+
+
+def follow(steps: int, transfers: int, rank_file: Path) -> None:
+    """As ``penstock.workers.run_rank``."""
+    links = [Link(socket.socket(fileno=each)) for each in (steps, transfers)]
+    with interpreted(rank_file):
+        status = serve(links[0], engine_build.build_follower)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def made(
+    folder: Path,
+    asked: argparse.Namespace,
+    started: list[Any] | None = None,
+    lost: Callable[[EngineError], None] = print,
+    **more: Any,
+) -> Iterator[Any]:
+    """An engine over ``asked.width`` ranks."""
+    with tempfile.NamedTemporaryFile() as file, contextlib.ExitStack() as stack:
+        file.truncate(1 << 26)
+
+        def start(ends: RankSockets) -> Any:
+            if not INTERPRETED:
+                process: Any = start_process(ends)
+            else:
+                numbers = [str(end.fileno()) for end in ends]
+                command = [sys.executable, "-m", "tests.gpu.parallel", "--follow", *numbers, file.name]
+                process = subprocess.Popen(command, pass_fds=[int(each) for each in numbers])
+            if started is not None:
+                started.append(process)
+            return process
+
+        if INTERPRETED:
+            stack.enter_context(interpreted(Path(file.name)))
+        stack.enter_context(mock.patch.object(engine_build, "EngineRanks", functools.partial(EngineRanks, start=start)))
+        width = more.pop("width", asked.width)
+        options: dict[str, Any] = {"device": asked.device, "tensor_parallel_size": width} | more
+        engine = build(str(folder), NativeOptions(**options), lost=lost)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+# -- sums ------------------------------------------------------------------------------------------------------
+
+
+def sums(asked: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "shared").write_bytes(bytes(1 << 26) if INTERPRETED else b"")
+        command = [sys.executable, "-m", "tests.gpu.parallel", "--width", str(asked.width), "--device", asked.device]
+        ranks = [subprocess.Popen([*command, "--sum", str(rank), folder]) for rank in range(asked.width)]
+        for each in ranks:
+            if each.wait():
+                print(f"sums: a rank ended with status {each.returncode}")
+
+
+def sum_rank(rank: int, folder: Path, asked: argparse.Namespace) -> None:
+    from penstock.workers.engines.native.cuda import peers
+    from penstock.workers.engines.native.cuda.modules import RmsNorm
+
+    device = torch.device(asked.device, rank) if asked.device == "cuda" else torch.device("cpu")
+    dtype, columns = (torch.bfloat16, 4096) if asked.device == "cuda" else (torch.float32, 96)
+    if asked.device == "cuda":
+        torch.cuda.set_device(device)
+    group = RankGroup(rank, asked.width, lambda: FileStore(str(folder / "store"), asked.width))
+    group.connect(device)
     began = time.perf_counter()
-    run = {"native": native, "vllm": vllm}[name](folder, asked)
-    run(1, 16, 2, 7)
-    ready, rates = time.perf_counter() - began, []
-    for number, (streams, prompt, answer) in enumerate(rows_of(asked)):
-        run(min(streams, 8), prompt, 2, 100 + number)
-        seconds = min(run(streams, prompt, answer, 1000 * attempt + number) for attempt in (1, 2))
-        rates.append(streams * (answer if answer > 1 else prompt) / seconds)
-        print(f"{name} {streams} x {prompt} -> {answer}: {rates[-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
-    print(json.dumps({"name": name, "ready_s": round(ready, 1), "rates": rates}), flush=True)
-
-
-def rows_of(asked: argparse.Namespace) -> tuple[tuple[int, int, int], ...]:
-    return TRIED if asked.shape == "tiny" else ROWS
-
-
-def write(folder: Path, asked: argparse.Namespace) -> None:
-    """A checkpoint of the shape, with random weights; for vLLM alone, its configuration."""
-    if "native" not in asked.engines:
-        beside.config(asked.shape).save_pretrained(folder)
+    found = shared(folder / "shared", group, columns, dtype) if INTERPRETED else peers.connect(
+        group, columns, dtype, device
+    )  # fmt: skip
+    if found is None:
+        print(f"rank {rank}: no memory of peers; NCCL alone", flush=True)
+    elif not rank:
+        print(f"memory of peers in {time.perf_counter() - began:.2f} s, sums of up to {found.rows} rows", flush=True)
+    norm = RmsNorm(torch.rand(columns, device=device).to(dtype), 1e-6, 0)
+    generator = torch.Generator(device=device).manual_seed(rank)
+    same = torch.Generator(device=device).manual_seed(99)
+    if found is not None:
+        for count in (1, 2, 3, *((200, found.rows) if not INTERPRETED else (FEW,))):
+            for _ in range(5):
+                part = torch.randn((count, columns), generator=generator, device=device).to(dtype)
+                residual = torch.randn((count, columns), generator=same, device=device).to(dtype)
+                expected = group.add_up(part.double()) + residual.double()
+                out = found.add_up(part, residual, norm)
+                normal = norm(out)
+                norm.given = None
+                error = float((out.float() - expected).norm() / expected.norm())
+                wrong = float((normal.float() - norm(out).float()).norm() / normal.float().norm())
+                every = group.join(out.reshape(-1))
+                bits = all(torch.equal(each, out.reshape(-1)) for each in every.chunk(group.size, -1))
+                if error > 1e-2 or wrong > 1e-2 or not bits:
+                    print(f"rank {rank}, {count} rows: error {error:.1e}, of the norm {wrong:.1e}, "
+                          f"same bits {bits}   WRONG", flush=True)  # fmt: skip
+        for size in (2, 513, 1026, 2050):
+            numbers = torch.randint(0, 1 << 30, (size,), generator=generator, device=device, dtype=torch.int32)
+            expected_numbers = numbers.clone() if not rank else torch.zeros_like(numbers)
+            group.add_up(expected_numbers)
+            found.spread(numbers)
+            if not torch.equal(numbers, expected_numbers):
+                print(f"rank {rank}: {size} spread integers differ   WRONG", flush=True)
+        print(f"rank {rank}: sums and spread integers were compared", flush=True)
+    if asked.device == "cpu":
         return
-    from tests.gpu.native import large
+    for count in ROWS:
+        line = sum_times(count, columns, group, found, norm, device)
+        if not rank:
+            print(f"sum of {count} x {columns} ({count * columns * 2 >> 10} KiB), us: {line}", flush=True)
+    if found is not None and found.stopped:
+        print(f"rank {rank}: a rank was given up   WRONG", flush=True)
+    numbers = torch.zeros(1026, dtype=torch.int32, device=device)
+    if found is not None:
+        spread_us = timed(lambda: [found.spread(numbers) for _ in range(16)], 16) * 1e3
+        if not rank:
+            print(f"spread of {len(numbers)} integers: {spread_us:.1f} us", flush=True)
+    torch.cuda.synchronize()
+    group.least(1, device)
+    os._exit(0)
 
-    made = large(beside.config(asked.shape), "cpu" if asked.device == "cpu" else "cuda")
-    made.save_pretrained(folder)
+
+def sum_times(count: int, columns: int, group: RankGroup, found: Any, norm: Any, device: torch.device) -> str:
+    part, residual = (torch.randn((count, columns), device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def with_norm() -> None:
+        group.add_up(part)
+        residual.add_(part)
+        norm(residual)
+
+    def fused() -> None:
+        found.add_up(part, residual, norm)
+        norm.given = None
+
+    ways: dict[str, Callable[[], object]] = {"NCCL": lambda: group.add_up(part), "and residual and norm": with_norm}
+    if found is not None and count <= found.rows:
+        ways |= {"kernel": lambda: found.add_up(part), "with both": fused}
+    took = {name: timed(lambda call=way: [call() for _ in range(16)], 16) for name, way in ways.items()}  # type: ignore[misc]
+    return ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in took.items())
+
+
+# -- answers ---------------------------------------------------------------------------------------------------
+
+
+def parity(asked: argparse.Namespace) -> None:
+    if asked.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    with tempfile.TemporaryDirectory() as folder:
+        for name in PARITY:
+            if asked.only and asked.only not in name:
+                continue
+            path = models.save(name, Path(folder))
+            options: dict[str, Any] = {
+                "dtype": "float32", "kv_blocks": 200, "block_size": 8, "max_running": 8, "max_batched_tokens": 96,
+            }  # fmt: skip
+            samplings = DRAWN[:1] if INTERPRETED else DRAWN
+            plain = build(str(path), NativeOptions(device="cpu", **options))
+            expected = [answers(plain, models.VOCAB, sampling) for sampling, _ in samplings]
+            plain.close()
+            for warm in (False,) if INTERPRETED else (False, True) if name == "llama" else (True,):
+                began = time.perf_counter()
+                try:
+                    with made(path, asked, warm=warm, **options) as engine:
+                        kind = type(engine.ahead or engine.executor).__name__
+                        for (sampling, text), wanted in zip(samplings, expected, strict=True):
+                            found = answers(engine, engine.info.vocab_size, sampling)
+                            alike = sum(found[key] == wanted[key] for key in wanted)
+                            print(f"{name}, width {asked.width}, {'graphs' if warm else 'eager'}, {text}: {alike} of "
+                                  f"{len(wanted)} answers equal the CPU's ({kind}, {time.perf_counter() - began:.0f} s)"
+                                  + ("" if alike == len(wanted) else "   <--"), flush=True)  # fmt: skip
+                except Exception:
+                    traceback.print_exc(limit=-6)
+
+
+# -- speed -----------------------------------------------------------------------------------------------------
+
+
+def speed(asked: argparse.Namespace) -> None:
+    vocab = beside.SHAPES[asked.shape][0]
+    folder = beside.written(asked.shape, asked.folder)
+    sizes: dict[str, Any] = {
+        "max_running": beside.RUNNING,
+        "max_batched_tokens": beside.BATCHED,
+        "max_model_len": beside.longest,
+    }
+    try:
+        began = time.perf_counter()
+        with made(folder, asked, warm=True, **sizes) as engine:
+            kind, ready = type(engine.ahead or engine.executor).__name__, time.perf_counter() - began
+            print(f"{asked.shape}, width {asked.width}: ready in {ready:.1f} s, {engine.info.total_blocks} blocks, "
+                  f"{kind}", flush=True)  # fmt: skip
+            for number, (streams, prompt, answer) in enumerate(STREAMS):
+                drive(engine, ask(min(streams, 8), prompt, 2, vocab, 100 + number))
+                best = None
+                for attempt in (1, 2):
+                    run = drive(engine, ask(streams, prompt, answer, vocab, 1000 * attempt + number))
+                    best = run if best is None or run[0] < best[0] else best
+                assert best is not None
+                seconds, first, _, times = best
+                steps = sorted(times[-answer // 2 :])
+                made_tokens = streams * (answer if answer > 1 else prompt)
+                print(f"{streams} x {prompt} -> {answer}: {made_tokens / seconds:,.0f} tokens/s, first token "
+                      f"{first * 1e3:.1f} ms, step p50 {steps[len(steps) // 2] * 1e3:.2f} ms", flush=True)  # fmt: skip
+            if not asked.quick:
+                profile(engine)
+    finally:
+        if asked.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- the end of a rank, and hand-over ----------------------------------------------------------------------------
+
+
+def lost(asked: argparse.Namespace) -> None:
+    """A rank is killed in mid-answer, twice: eagerly computed and by graphs."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = models.save("llama", Path(folder))
+        for warm in (False, True):
+            ended: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
+            started: list[Any] = []
+            options: dict[str, Any] = {"warm": warm, "kv_blocks": 200, "max_running": 8}
+            with made(path, asked, started, ended.put, **options) as engine:
+                engine.submit(models.request(0, models.prompt(9), 400))
+                for _ in range(20):
+                    engine.step()
+                began = time.perf_counter()
+                started[0].kill()
+                try:
+                    while engine.has_work():
+                        engine.step()
+                    print("no step has failed   WRONG")
+                except EngineError as error:
+                    took = time.perf_counter() - began
+                    print(f"warm={warm}: step failed after {took:.2f} s: {type(error).__name__}: {error}", flush=True)
+                print(f"  reported: {ended.get(timeout=5)}", flush=True)
+                began = time.perf_counter()
+            print(f"  closed in {time.perf_counter() - began:.2f} s", flush=True)
+
+
+def handoff(asked: argparse.Namespace) -> None:
+    """A prompt computed at one width is continued at another, over NIXL."""
+    from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport
+    from penstock.workers.kv_transfer.transport_thread import open_transport
+    from tests.workers.engines.native.test_handoff import ROOT, prefilled
+
+    def transport(engine: ScheduledEngine, name: str) -> RankTransports:
+        others = [RemoteTransport(link, f"{name}:{at}", print, 5.0) for at, link in enumerate(engine.transfers)]
+        return RankTransports(open_transport("nixl", name, engine.memory()), others)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = models.save("llama", Path(folder))
+        words = models.prompt(30)
+        options: dict[str, Any] = {"dtype": "float32", "block_size": 8, "kv_blocks": 64, "max_running": 8}
+        for widths in ((2, 1), (1, 2)):
+            with made(path, asked, width=widths[0], **options) as source, made(
+                path, asked, width=widths[1], **options
+            ) as target:  # fmt: skip
+                owner, reader = transport(source, f"owner{widths[0]}"), transport(target, f"reader{widths[1]}")
+                pinned, first = prefilled(source, models.request(0, words, 1, root=ROOT))
+                digests = split(chain(pack_tokens(array("I", words)), 8, ROOT))
+                assert target.kv_transfer is not None
+                reservation = target.kv_transfer.reserve(digests, 1, 1)
+                assert reservation is not None
+                into = reservation.blocks + reservation.tails
+                began = time.perf_counter()
+                moved = reader.read(owner.endpoint, "kv", pinned.blocks, into, generations=pinned.generations)
+                count = moved.result(20).bytes
+                took = time.perf_counter() - began
+                target.kv_transfer.adopt(reservation)
+                again = models.request(
+                    0, words, 12, root=ROOT, digests=digests, generated=[first], reservation=reservation
+                )
+                target.submit(again)
+                results = models.drain(target)
+                reader.close()
+                owner.close()
+            answer = [first, *(output.token for result in results for output in result.outputs)]
+            alike = answer == models.expected(path, words, 12)
+            print(f"width {widths[0]} to {widths[1]}: {count} bytes in {took * 1e3:.1f} ms, answer "
+                  f"{'equal' if alike else 'DIFFERS'}", flush=True)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", nargs="+", choices=("native", "vllm"))
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--width", type=int, default=2, help="GPUs that share each layer")
-    parser.add_argument("--shape", choices=beside.SHAPES, default="8b")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the native engine")
+    parser.add_argument("--shape", choices=beside.SHAPES, default="8b", help="of ``speed``")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", help="parity: models whose name has this")
     parser.add_argument("--folder", type=Path, help="of the weights, kept for later calls; default: a temporary one")
-    parser.add_argument("--here", action="store_true", help="one engine, in this process")
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="of each engine")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="speed: without a profile")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts")
+    parser.add_argument("--here", action="store_true", help="one part, in this process")
+    parser.add_argument("--sum", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--follow", nargs=3, metavar=("STEPS", "TRANSFERS", "FILE"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.here:
-        measure(asked.engines[0], asked.folder, asked)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if asked.follow:
+        follow(int(asked.follow[0]), int(asked.follow[1]), Path(asked.follow[2]))
+    elif asked.sum:
+        sum_rank(int(asked.sum[0]), Path(asked.sum[1]), asked)
+    elif asked.here:
+        parts: dict[str, Callable[[argparse.Namespace], None]] = {
+            "sums": sums, "parity": parity, "speed": speed, "lost": lost, "handoff": handoff,
+        }  # fmt: skip
+        parts[asked.parts[0]](asked)
+    else:
+        until = time.monotonic() + 60 * asked.minutes
+        for part in asked.parts or PARTS:
+            print(f"== {part}", flush=True)
+            began = time.monotonic()
+            run_part(part, sys.argv[1:], min(PARTS[part], until - began) if not INTERPRETED else 600.0)
+            print(f"== {part}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def run_part(part: str, arguments: list[str], seconds: float) -> None:
+    if seconds < 5:
+        print("no time is left")
         return
-    folder = asked.folder or Path(tempfile.mkdtemp(prefix="parallel-"))
-    found: dict[str, Any] = {}
-    try:
-        if not (folder / "config.json").exists():
-            write(folder, asked)
-        for name in asked.engines:
-            command = [sys.executable, "-m", "tests.gpu.parallel", name, "--here", "--folder", str(folder),
-                       "--width", str(asked.width), "--shape", asked.shape, "--device", asked.device]  # fmt: skip
-            try:
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
-                (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"name"'))
-                found[name] = json.loads(line)
-            except (subprocess.TimeoutExpired, ValueError) as error:
-                print(f"{name} gave no figures: {error!r}"[:300])
-    finally:
-        if asked.folder is None:
-            shutil.rmtree(folder)
-    print(f"| streams x prompt -> answer, width {asked.width} | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
-    for number, (streams, prompt, answer) in enumerate(rows_of(asked)):
-        cells = " | ".join(f"{each['rates'][number]:,.0f}" for each in found.values())
-        print(f"| {streams} x {prompt} -> {answer if answer > 1 else '1 (prompt tokens)'} | {cells} |")
-    print("ready:", {name: each["ready_s"] for name, each in found.items()})
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    given = [each for each in arguments if each not in PARTS]
+    command = [sys.executable, "-m", "tests.gpu.parallel", part, "--here", *given]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            if process.wait(seconds):
+                print(f"{part} ended with status {process.returncode}", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"{part} was ended after {seconds:.0f} s", flush=True)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.native.block_files import FolderFiles
 from penstock.workers.engines.native.executors import (
-    PreparedModel,
     make_adapters,
+    make_computer,
     make_executor,
     make_speculation,
     prepared,
@@ -200,6 +200,7 @@ def _build_over_ranks(
                 processors=processors,
                 grammars=grammars,
                 started=started,
+                reload=functools.partial(_load, model, device, options, ranks.group),
                 ranks=ranks,
             )
             ranks.run()
@@ -216,11 +217,14 @@ def build_follower(model: str, options: NativeOptions, group: RankGroup) -> Rank
     """Load the part of a rank other than 0, which computes what that one tells it; raises as ``build`` does."""
     device = _prepare_rank(options, group.rank)
     try:
-        loaded = _load(model, device, options, group)
+        reload = functools.partial(_load, model, device, options, group)
+        loaded = reload()
         limit = _model_len(options.max_model_len, loaded.max_positions, loaded.most_positions)
-        reader = WeightReader(loaded, quantize if options.quantization == "fp8" else None)
-        pools = make_pools(loaded, options, limit, hybrid=_is_hybrid(options))
-        return RankFollower(loaded, pools, reader.read, functools.partial(put, loaded))
+        target = prepared(loaded, reload)
+        pools = make_pools(target.model, options, limit, hybrid=_is_hybrid(options))
+        computer = make_computer(target, pools, options, limit)
+        reader = WeightReader(target.model, quantize if options.quantization == "fp8" else None)
+        return RankFollower(computer, reader.read, functools.partial(put, target.model))
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
 
@@ -296,7 +300,7 @@ def assemble(
             )
         if options.batch_invariant and (options.quantization or draft is not None):
             raise UnsupportedModel("batch_invariant excludes quantization and a draft model; leave them out")
-        target = PreparedModel(loaded) if ranks else prepared(loaded, reload, invariant=options.batch_invariant)
+        target = prepared(loaded, reload, invariant=options.batch_invariant)
         loaded = target.model
         proposing = None if draft is None else prepared(draft, functools.partial(load_draft, options, target.model))
         applied = make_adapters(target, options)

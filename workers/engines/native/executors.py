@@ -23,11 +23,20 @@ from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import NGRAM, NativeOptions
 from penstock.workers.engines.native.model.pools import KvPools
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
-from penstock.workers.engines.native.ranks import EngineRanks, LeadingExecutor
+from penstock.workers.engines.native.ranks import (
+    EngineRanks,
+    LeadingExecutor,
+    LeadingOverlapExecutor,
+    RankComputer,
+    TorchComputer,
+)
 
 if TYPE_CHECKING:
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
     from penstock.workers.engines.native.cuda.modules import Rotation
+    from penstock.workers.engines.native.cuda.packing import PackedStep
+
+    AnyExecutor = TorchExecutor | LeadingExecutor | LeadingOverlapExecutor | CudaExecutor
 
 log = structlog.get_logger("engine")
 
@@ -100,7 +109,7 @@ def make_executor(
     limit: int,
     adapters: TorchAdapters | None = None,
     ranks: EngineRanks | None = None,
-) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
+) -> "AnyExecutor":
     """The engine's executor, warmed up if requested.
 
     Args:
@@ -116,11 +125,37 @@ def make_executor(
         if warm:
             _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
         return executor
+    cuda_executor = _cuda_executor(
+        model, rotation, pools, encoder, options, limit, adapters, None if ranks is None else ranks.send_packed
+    )
+    leading = cuda_executor if ranks is None else LeadingOverlapExecutor(cuda_executor, ranks)
+    if warm:
+        _warm_up(leading, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
+    return leading
+
+
+def make_computer(target: PreparedModel, pools: KvPools, options: NativeOptions, limit: int) -> RankComputer:
+    """What computes a rank's part of the steps of ``make_executor``'s; arguments as there."""
+    if target.rotation is None:
+        return TorchComputer(target.model, pools)
+    return _cuda_executor(target.model, target.rotation, pools, None, options, limit, None, None)
+
+
+def _cuda_executor(
+    model: Model,
+    rotation: "Rotation",
+    pools: KvPools,
+    encoder: TorchVisionEncoder | None,
+    options: NativeOptions,
+    limit: int,
+    adapters: TorchAdapters | None,
+    others: "Callable[[PackedStep], None] | None",
+) -> "CudaExecutor":
     from penstock.workers.engines.native.cuda.adapters import CudaAdapters
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
     assert not isinstance(adapters, TorchAdapters) or isinstance(adapters, CudaAdapters)
-    cuda_executor = CudaExecutor(
+    executor = CudaExecutor(
         model,
         pools.kv,
         rotation,
@@ -132,12 +167,11 @@ def make_executor(
         sliding=pools.sliding,
         invariant=options.batch_invariant,
         adapters=adapters,
+        others=others,
     )
     if options.warm:
-        cuda_executor.capture()
-    if warm:
-        _warm_up(cuda_executor, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
-    return cuda_executor
+        executor.capture()
+    return executor
 
 
 def make_speculation(

@@ -2,7 +2,8 @@
 
 The worker's process is rank 0: it plans, samples, and speaks to the broker. The others get each step through a socket,
 packed: the tokens, and what is new in the block tables. They compute it with their part of the model and exchange
-results (``model.parallel``), and know nothing of requests. A rank ends when its socket closes, and on Linux with the
+results (``model.parallel``), and know nothing of requests. On CUDA no rank waits for a step before it launches the
+next: drawn tokens go from GPU to GPU. A rank ends when its socket closes, and on Linux with the
 thread that started it, whatever it is doing. The end of any rank is the end of the engine.
 """
 
@@ -35,10 +36,18 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from penstock.infra.process.child import die_with_parent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines import budgets
-from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
+from penstock.workers.engines.core.sequence import (
+    Executor,
+    OverlapExecutor,
+    PendingStep,
+    Sampled,
+    ScheduledSequence,
+    Sequence,
+)
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
+from penstock.workers.engines.native.cuda.packing import PackedStep
 from penstock.workers.engines.native.model.attention import TokenSpan
-from penstock.workers.engines.native.model.executor import TorchExecutor, paged_attention
+from penstock.workers.engines.native.model.executor import paged_attention
 from penstock.workers.engines.native.model.model import Model
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.parallel import RankGroup
@@ -94,7 +103,7 @@ class RankWeights(msgspec.Struct, frozen=True, array_like=True, tag="weights"):
 
 _decode_order = msgspec.msgpack.Decoder(RankOrder).decode
 _decode_report = msgspec.msgpack.Decoder(RankReport).decode
-_decode_work = msgspec.msgpack.Decoder(RankStep | RankWeights).decode
+_decode_work = msgspec.msgpack.Decoder(RankStep | PackedStep | RankWeights).decode
 
 
 class Link:
@@ -266,6 +275,7 @@ class EngineRanks:
         self._ended.set()
         if running:
             log.error("rank_lost", rank=rank.number, of=self.group.size, error=str(self._cause))
+            self.group.broken = True
             self.group.close()
             self._lost(self._cause)
 
@@ -297,6 +307,10 @@ class EngineRanks:
             self._ended.wait(CAUSE_S)
             text = f"the ranks of this engine could not exchange results: {error}"
             raise self._cause or EngineError(text) from error
+        peers = self.group.peers
+        if peers is not None and peers.stopped:
+            self._ended.wait(CAUSE_S)
+            raise self._cause or EngineError("a rank of this engine has not answered the others")
 
     def run(self) -> None:
         """The engine is built: from now on the end of a rank is reported."""
@@ -309,6 +323,14 @@ class EngineRanks:
     def send(self, plan: list[ScheduledSequence], tokens: list[int], wanted: list[int]) -> None:
         spans, changes = self._tables.pack(plan)
         step = RankStep(*(array("i", each).tobytes() for each in (tokens, wanted, spans, changes)))
+        self.send_packed(step)
+
+    def send_packed(self, step: RankStep | PackedStep) -> None:
+        """Have the others compute a step.
+
+        Raises:
+            EngineError: one of them is gone.
+        """
         message = msgspec.msgpack.encode(step)
         for rank in self._ranks:
             try:
@@ -389,7 +411,7 @@ class EngineRanks:
 class LeadingExecutor:
     """The executor of rank 0. Owns it, and the other ranks."""
 
-    def __init__(self, executor: TorchExecutor, ranks: EngineRanks) -> None:
+    def __init__(self, executor: Executor, ranks: EngineRanks) -> None:
         self._executor, self._ranks = executor, ranks
 
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
@@ -399,7 +421,7 @@ class LeadingExecutor:
     @property
     def pool(self) -> KvPool | None:
         """Rank 0's part of all blocks; None once it is closed."""
-        return self._executor.pool
+        return self._executor.pool  # type: ignore[attr-defined, no-any-return]
 
     @property
     def transfers(self) -> tuple[Link, ...]:
@@ -413,6 +435,40 @@ class LeadingExecutor:
     def close(self) -> None:
         self._ranks.close()
         self._executor.close()
+
+
+class LeadingOverlapExecutor:
+    """``LeadingExecutor`` of an executor that takes the next plan while it computes one; implements the same."""
+
+    def __init__(self, executor: OverlapExecutor, ranks: EngineRanks) -> None:
+        self._executor, self._ranks = executor, ranks
+
+    def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> PendingStep:
+        with self._ranks.explained():
+            return _ExplainedStep(self._executor.launch(plan, scoring), self._ranks)
+
+    def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
+        return self.launch(plan, scoring).result()
+
+    @property
+    def transfers(self) -> tuple[Link, ...]:
+        return self._ranks.transfers
+
+    def memory(self) -> dict[str, Memory]:
+        return self._executor.memory()
+
+    def close(self) -> None:
+        self._ranks.close()
+        self._executor.close()
+
+
+class _ExplainedStep(NamedTuple):
+    step: PendingStep
+    ranks: EngineRanks
+
+    def result(self) -> list[Sampled]:
+        with self.ranks.explained():
+            return self.step.result()
 
 
 class TableSender:
@@ -466,8 +522,23 @@ class _SentTable:
                 self._counts[which] = len(entries)
 
 
+class RankComputer(Protocol):
+    """Computes the steps of rank 0 with this rank's part of a model."""
+
+    def compute(self, step: Any) -> None:
+        """
+        Args:
+            step: a ``RankStep`` or a ``PackedStep``, as the executor of rank 0 sends.
+        Raises:
+            EngineError: the device is lost.
+        """
+
+    def memory(self) -> dict[str, Memory]:
+        """As of ``Executor``."""
+
+
 class RankFollower:
-    """Computes the steps of rank 0 with this rank's part of a model.
+    """Does what rank 0 tells this rank.
 
     Args:
         read: its part of a folder's weights; None: they do not fit.
@@ -476,14 +547,33 @@ class RankFollower:
 
     def __init__(
         self,
-        model: Model,
-        pools: KvPools,
+        computer: RankComputer,
         read: Callable[[Path], Mapping[str, Tensor] | None],
         put: Callable[[Mapping[str, Tensor]], None],
     ) -> None:
-        self._model, self._pools = model, pools
+        self.compute, self.memory = computer.compute, computer.memory
         self._read_part, self._put = read, put
         self._values: Mapping[str, Tensor] | None = None
+
+    def change(self, order: RankWeights) -> RankReport:
+        """Read weights, or put those that were read in their place."""
+        if order.folder:
+            try:
+                self._values = self._read_part(Path(order.folder))
+            except (EngineError, OSError, SafetensorError) as error:
+                return RankReport(str(error)[:2000])
+            return RankReport("" if self._values is not None else f"{order.folder} does not fit into this rank's part")
+        assert self._values is not None
+        values, self._values = self._values, None
+        self._put(values)
+        return RankReport()
+
+
+class TorchComputer:
+    """Implements ``RankComputer`` in plain torch."""
+
+    def __init__(self, model: Model, pools: KvPools) -> None:
+        self._model, self._pools = model, pools
         self._tables: dict[int, list[int]] = {}
 
     def compute(self, step: RankStep) -> None:
@@ -503,21 +593,7 @@ class RankFollower:
             paged = paged_attention(self._pools.kv, full, self._pools.sliding, sliding)
             self._model.logits(inputs, places, rows, paged)
 
-    def change(self, order: RankWeights) -> RankReport:
-        """Read weights, or put those that were read in their place."""
-        if order.folder:
-            try:
-                self._values = self._read_part(Path(order.folder))
-            except (EngineError, OSError, SafetensorError) as error:
-                return RankReport(str(error)[:2000])
-            return RankReport("" if self._values is not None else f"{order.folder} does not fit into this rank's part")
-        assert self._values is not None
-        values, self._values = self._values, None
-        self._put(values)
-        return RankReport()
-
     def memory(self) -> dict[str, Memory]:
-        """As of ``Executor``."""
         return {} if self._pools.sliding is not None else {"kv": self._pools.kv.memory()}
 
     def _update(self, changes: list[int]) -> None:
@@ -560,10 +636,10 @@ def serve(
         built(follower.memory())
         while message := link.receive():
             work = _decode_work(message)
-            if isinstance(work, RankStep):
-                follower.compute(work)
-            else:
+            if isinstance(work, RankWeights):
                 link.send(msgspec.msgpack.encode(follower.change(work)))
+            else:
+                follower.compute(work)
     except _LeaderEnded:
         return 0
     except Exception as error:

@@ -26,16 +26,15 @@ from penstock.workers.engines.native.executors import PreparedModel, prepared
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.adapters import places_of
 from penstock.workers.engines.native.model.attention import UnsupportedAttention
-from penstock.workers.engines.native.model.executor import TorchExecutor
 from penstock.workers.engines.native.model.loading import check_files, check_values, configuration
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.parallel import split
 from penstock.workers.engines.native.model.pool import device_errors, dtype_name, out_of_memory
 from penstock.workers.engines.native.model.pools import KvPools
-from penstock.workers.engines.native.ranks import EngineRanks, LeadingExecutor
+from penstock.workers.engines.native.ranks import EngineRanks
 
 if TYPE_CHECKING:
-    from penstock.workers.engines.native.cuda.executor import CudaExecutor
+    from penstock.workers.engines.native.executors import AnyExecutor
 
 # Of a configuration: what does not change what a model computes.
 _INCIDENTAL = {
@@ -155,10 +154,10 @@ class DeviceWeights:
         self,
         target: PreparedModel,
         pools: KvPools,
-        executor: "TorchExecutor | LeadingExecutor | CudaExecutor",
+        executor: "AnyExecutor",
         *,
         load: Callable[[str, torch.device, str], Model] | None,
-        make: "Callable[[PreparedModel], TorchExecutor | LeadingExecutor | CudaExecutor]",
+        make: "Callable[[PreparedModel], AnyExecutor]",
         quantize: Callable[[Any], object] | None = None,
         stays: str = "",
         ranks: EngineRanks | None = None,
@@ -185,7 +184,7 @@ class DeviceWeights:
             )
         return ReadWeights(folder, values)
 
-    def replace(self, read: ReadWeights) -> "TorchExecutor | LeadingExecutor | CudaExecutor | None":
+    def replace(self, read: ReadWeights) -> "AnyExecutor | None":
         if read.values is None:
             return self._load_whole(read.folder)
         if self._ranks is None:
@@ -199,7 +198,7 @@ class DeviceWeights:
             self._ranks.await_weights()
         return None
 
-    def _load_whole(self, folder: Path) -> "TorchExecutor | LeadingExecutor | CudaExecutor | None":
+    def _load_whole(self, folder: Path) -> "AnyExecutor | None":
         old = self._target.model
         assert self._load is not None
         try:
@@ -222,7 +221,7 @@ class DeviceWeights:
         put(old, values)
         return None
 
-    def _rebuild(self, new: Model, folder: str) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
+    def _rebuild(self, new: Model, folder: str) -> "AnyExecutor":
         """The kernels keep some weights in a form of their own: prepare the new model as at the start.
 
         Raises:
@@ -250,7 +249,7 @@ class DeviceWeights:
             move(self._target.model.forward, torch.device("cpu"))
             torch.cuda.empty_cache()
 
-    def wake(self) -> "TorchExecutor | LeadingExecutor | CudaExecutor":
+    def wake(self) -> "AnyExecutor":
         try:
             if self._target.model.device.type == "cuda":
                 move(self._target.model.forward, self._target.model.device)

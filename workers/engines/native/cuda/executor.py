@@ -29,13 +29,16 @@ from penstock.workers.engines.native.cuda.packing import (
     Draw,
     Group,
     Packed,
+    PackedStep,
     Packing,
     TableRow,
     TableRows,
+    packed_step,
     shapes,
+    unpacked_step,
 )
 from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
-from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, SPLITS, GraphInputs, PromptGraphs
+from penstock.workers.engines.native.cuda.prompt_graphs import CAPTURE, DECODES, SPLITS, GraphInputs, PromptGraphs
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import Paged
 from penstock.workers.engines.native.model.executor import set_scores
@@ -82,6 +85,7 @@ class CudaExecutor:
         adapters: the model's LoRA adapters, if it has any.
         invariant: compute each sequence independently of the rest of the batch. The model must have been rewritten
             with the same setting.
+        others: sends a step to the other ranks of a model that is split, which ``compute`` it; those have none.
     Attributes:
         model, pool: None once it is closed.
     """
@@ -102,8 +106,10 @@ class CudaExecutor:
         in_flight: int = 4,
         invariant: bool = False,
         adapters: CudaAdapters | None = None,
+        others: Callable[[PackedStep], None] | None = None,
     ) -> None:
         device = model.device
+        self._others = others
         self.model: Model | None = model
         self.pool: KvPool | None = pool
         self._sliding = sliding
@@ -181,7 +187,7 @@ class CudaExecutor:
                     self.run_fixed(size)  # compiles kernels and lets libraries choose theirs
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool):
+                    with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
                         logits = self.run_fixed(size)
                     pool = graph.pool()
                     self._graphs[size, adapted] = (graph, logits)
@@ -189,6 +195,8 @@ class CudaExecutor:
             self._graphs.clear()
             torch.cuda.synchronize()
             log.warning("decode_without_graphs", reason=str(error).strip().splitlines()[0])
+        if not self._on_all_ranks(bool(self._graphs)):
+            self._graphs.clear()
         self._graph_sizes = sorted({size for size, _ in self._graphs})
         if self._graphs:
             self._capture_prompts(pool)
@@ -220,6 +228,14 @@ class CudaExecutor:
             self._prompt_graphs.clear()
             torch.cuda.synchronize()
             log.warning("prompts_without_graphs", reason=str(error).strip().splitlines()[0])
+        if not self._on_all_ranks(bool(self._prompt_graphs.graphs)):
+            self._prompt_graphs.clear()
+
+    def _on_all_ranks(self, captured: bool) -> bool:
+        """Whether all ranks have captured graphs: otherwise they would exchange results of different sizes."""
+        assert self.model is not None
+        group = self.model.group
+        return captured if group is None else bool(group.least(int(captured), self._device))
 
     def run_fixed(self, size: int) -> Tensor:
         """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""
@@ -250,6 +266,8 @@ class CudaExecutor:
         """
         assert self.model is not None
         count = len(known)
+        if self.model.group is not None:
+            self.model.group.spread(self._latest)  # rank 0 alone draws tokens
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         rows.fetch[(-(-count // 256),)](known, table_rows, self._latest, tokens, count, BLOCK=256, num_warps=2)
         token_positions = positions.to(torch.int64)
@@ -288,13 +306,37 @@ class CudaExecutor:
                 self._late.draw()
                 self._late = None
             if not scoring and len(plan) <= self._rows and all(_is_single_token(scheduled) for scheduled in plan):
-                return self._decode(self._pack_single(plan))
-            packed = self._packing.pack(plan, scoring)
-            if packed.single and len(packed.tokens) <= self._rows:
-                return self._decode(packed)
-            if not scoring and (size := self._prompt_graphs.fit(packed)):
-                return self._replay_prompts(packed, size)
-            return self._mixed(packed, scoring)
+                packed = self._pack_single(plan)
+            else:
+                packed = self._packing.pack(plan, scoring)
+            changes = self._table_rows.take_changes()
+            if self._others is not None:
+                self._others(packed_step(packed, changes, eager=bool(scoring)))
+            return self._launch(packed, changes, scoring, eager=bool(scoring))
+
+    def compute(self, step: PackedStep) -> None:
+        """Launch this rank's part of a step that rank 0 has sent.
+
+        Raises:
+            EngineError: the device is lost.
+        """
+        packed, changes, eager = unpacked_step(step)
+        with device_errors(), torch.inference_mode():
+            self._launch(packed, changes, (), eager=eager)
+
+    def _launch(
+        self,
+        packed: Packed,
+        changes: tuple[list[int], list[int]],
+        scoring: Seq[ScheduledSequence],
+        *,
+        eager: bool,
+    ) -> Pending | LateStep:
+        if packed.single and len(packed.tokens) <= self._rows:
+            return self._decode(packed, changes)
+        if not eager and (size := self._prompt_graphs.fit(packed)):
+            return self._replay_prompts(packed, changes, size)
+        return self._mixed(packed, changes, scoring)
 
     def _pack_single(self, plan: list[ScheduledSequence]) -> Packed:
         """``Packing.pack`` for a plan of single tokens, but faster: with small models the GPU waits for it."""
@@ -311,7 +353,7 @@ class CudaExecutor:
         packed.decodes = len(plan)
         return packed
 
-    def _decode(self, packed: Packed) -> Pending | LateStep:
+    def _decode(self, packed: Packed, changes: tuple[list[int], list[int]]) -> Pending | LateStep:
         """Compute a step without chunks of prompts."""
         count, draws = packed.decodes, packed.draws
         size = next((size for size in self._graph_sizes if size >= count), 0)
@@ -326,7 +368,7 @@ class CudaExecutor:
         adapted = self._put_adapters(packed, size)
         sampled_rows = upload.put(packed.drawn) if len(draws) < count and draws else None
         parameters = self._sampler.parameters(draws)
-        self._send()
+        self._send(changes)
         if size:
             graph, logits = self._graphs[size, adapted]
             graph.replay()
@@ -337,7 +379,7 @@ class CudaExecutor:
             logits = logits.index_select(0, sampled_rows)
         return self._drawn(logits, packed, targets, parameters)
 
-    def _replay_prompts(self, packed: Packed, size: int) -> Pending | LateStep:
+    def _replay_prompts(self, packed: Packed, changes: tuple[list[int], list[int]], size: int) -> Pending | LateStep:
         """Compute a step with short prompts by the graph of so many rows."""
         upload, draws = self._upload, packed.draws
         upload.begin()
@@ -345,10 +387,12 @@ class CudaExecutor:
         adapted = self._put_adapters(packed, size)
         targets = upload.put([draw.target for draw in draws])
         parameters = self._sampler.parameters(draws)
-        self._send()
+        self._send(changes)
         return self._drawn(self._prompt_graphs.replay(size, adapted), packed, targets, parameters)
 
-    def _mixed(self, packed: Packed, scoring: Seq[ScheduledSequence]) -> Pending | LateStep:
+    def _mixed(
+        self, packed: Packed, changes: tuple[list[int], list[int]], scoring: Seq[ScheduledSequence]
+    ) -> Pending | LateStep:
         upload, draws = self._upload, packed.draws
         upload.begin()
         tokens, table_rows, positions = (
@@ -361,12 +405,12 @@ class CudaExecutor:
         )
         parameters = self._sampler.parameters(draws)
         self._put_adapters(packed, 0)
-        self._send()
+        self._send(changes)
         embeddings = self._embeddings(packed.media) if packed.media else None
         logits = self._forward(
             tokens, table_rows, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings, packed.placed
         )
-        after = _scores(logits[len(draws) :], scoring) if packed.scored else None
+        after = _scores(logits[len(draws) :], scoring) if scoring and packed.scored else None
         return self._drawn(logits, packed, targets, parameters, after)
 
     def _drawn(
@@ -417,9 +461,9 @@ class CudaExecutor:
         )
         return Embeddings(batch_rows, self._encoder.take(slots))
 
-    def _send(self) -> None:
+    def _send(self, changes: tuple[list[int], list[int]]) -> None:
         """Copy the step's lists and the changes to the block tables to the device."""
-        entries, values = self._table_rows.take_changes()
+        entries, values = changes
         upload, count = self._upload, len(entries)
         pairs = None
         if count and 2 * count <= upload.room():

@@ -13,8 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.workers.engines.native.cuda import expert_kernels, rows
 from penstock.workers.engines.native.cuda.fusions import dependent
-from penstock.workers.engines.native.cuda.modules import launch_options, next_power_of_2
+from penstock.workers.engines.native.cuda.modules import launch_options, next_power_of_2, summed
 from penstock.workers.engines.native.model import quantize
+from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.quantize import FP8, Fp8Experts
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # relative, of a mixture's output
@@ -200,6 +201,8 @@ class GatedExperts(nn.Module):
 
     Attributes:
         residual: add the output to it, in place. Set before a call and cleared by it.
+        group: ranks that have some inner values of each expert; None: they are whole here.
+        following: see ``modules.summed``.
     """
 
     def __init__(
@@ -210,6 +213,8 @@ class GatedExperts(nn.Module):
         self.num_experts, self.inputs = len(gate_up.values), gate_up.columns
         self.residual: Tensor | None = None
         self._act, self._alpha, self._limit = act, alpha, limit
+        self.group: RankGroup | None = None
+        self.__dict__["following"] = None
 
     def forward(self, x: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
         """
@@ -231,7 +236,11 @@ class GatedExperts(nn.Module):
         launch(up, x, self.gate_up, pairs, hidden, gate=gate)
         parts = torch.empty((count * top, self.down.values.shape[1]), dtype=x.dtype, device=x.device)
         launch(down, hidden, self.down, pairs, parts, factors=factors)
-        return combined(parts, count, top, residual)
+        if self.group is None or self.group.apart:
+            return combined(parts, count, top, residual)
+        following = self.__dict__["following"]
+        out = summed(self.group, lambda into: combined(parts, count, top, into), count, residual, following)
+        return out.view(count, -1)
 
 
 class Pairs(NamedTuple):

@@ -3,13 +3,19 @@
 Which chunks of prompts are attended to outside of the pages, how they are padded, and which together. No torch.
 
 Assigns sequences rows of the block tables on the device, and tracks which blocks the device has. No torch.
+
+What other ranks get of a step: its rows, and the changes of the tables.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
+
+import msgspec
 
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence, scored_to
 from penstock.workers.engines.native.model.executor import media_rows
@@ -374,3 +380,48 @@ class Packing:
         if scoring and scheduled in scoring:
             first = row - scheduled.start - 1
             packed.scored += range(first + scheduled.sequence.score, first + scored_to(scheduled))
+
+
+class PackedStep(msgspec.Struct, frozen=True, array_like=True, tag="packed"):
+    """A step as another rank computes it, which has no sequences and draws nothing; lists as packed 32-bit integers.
+
+    Attributes:
+        eager: no graph computes it.
+        tokens, table_rows, positions, decodes, tiles, drawn, scored: of ``Packed``.
+        long: of ``Packed``: number of chunks of each group, and each one's four numbers.
+        places, values: of ``TableRows.take_changes``.
+    """
+
+    decodes: int
+    eager: bool
+    tokens: bytes
+    table_rows: bytes
+    positions: bytes
+    tiles: bytes
+    long: bytes
+    drawn: bytes
+    scored: bytes
+    places: bytes
+    values: bytes
+
+
+def packed_step(packed: Packed, changes: tuple[list[int], list[int]], *, eager: bool) -> PackedStep:
+    """A step for the other ranks."""
+    tiles, long = chain.from_iterable(packed.tiles), list[int]()
+    for group in packed.long:
+        long += (len(group), *chain.from_iterable(group))
+    lists = (packed.tokens, packed.table_rows, packed.positions, tiles, long, packed.drawn, packed.scored, *changes)
+    return PackedStep(packed.decodes, eager, *(array("i", each).tobytes() for each in lists))
+
+
+def unpacked_step(step: PackedStep) -> tuple[Packed, tuple[list[int], list[int]], bool]:
+    """What ``packed_step`` was called with; ``draws`` and ``order`` are empty."""
+    lists = (step.tokens, step.table_rows, step.positions, step.tiles, step.long, step.drawn, step.scored)
+    tokens, table_rows, positions, tiles, long, drawn, scored = (array("i", each).tolist() for each in lists)
+    packed = Packed(tokens, table_rows, positions, step.decodes, drawn=drawn, scored=scored)
+    packed.tiles = list(zip(*(tiles[at::4] for at in range(4)), strict=True))
+    packed.slots = [-1] * len(tokens)
+    numbers = iter(long)
+    for count in numbers:
+        packed.long.append(tuple(PromptChunk(*(next(numbers) for _ in range(4))) for _ in range(count)))
+    return packed, (array("i", step.places).tolist(), array("i", step.values).tolist()), step.eager

@@ -16,6 +16,7 @@ from penstock.workers.engines.native.cuda.packing import Packed
 ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640)  # that graphs are captured for
 DECODES = 64  # leading rows that can be decoded
 SPLITS = 4  # of the keys of a decoded row
+CAPTURE = "thread_local"  # other threads, as NCCL's, may use the device meanwhile
 PROMPTS = 8  # tiles in addition to those that the rows fill
 
 
@@ -81,7 +82,7 @@ class PromptGraphs:
             forward(inputs)  # compiles kernels and lets libraries choose theirs
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
                 logits = forward(inputs)
             self.graphs[size, adapted] = (graph, logits)
 

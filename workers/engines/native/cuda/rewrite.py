@@ -8,6 +8,7 @@ rule fits, or whose results a rule would change, are kept.
 Prepares a loaded model for the kernels: rewrites it by rule, and compares it with the original.
 """
 
+import contextlib
 import inspect
 import types
 from collections import Counter
@@ -18,7 +19,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from penstock.workers.engines.native.cuda import experts, few_rows, fp8, rows
+from penstock.workers.engines.native.cuda import experts, few_rows, fp8, peers, rows
 from penstock.workers.engines.native.cuda.fusions import FUSIONS
 from penstock.workers.engines.native.cuda.modules import (
     GatedMlp,
@@ -31,6 +32,7 @@ from penstock.workers.engines.native.cuda.modules import (
 from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
 from penstock.workers.engines.native.model.attention import Paged
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
+from penstock.workers.engines.native.model.parallel import RankGroup, RowParallel, SplitExperts
 from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.quantize import Fp8Linear
 from penstock.workers.engines.native.model.verify import ROUNDING, ROUNDING_FP8, reference, verify
@@ -52,16 +54,20 @@ def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
             _replace(parent, name, _rms_norm_for(child, model.dtype, generator), counts, "norms")
         elif type(child).__name__.endswith("MLP") and not hasattr(child, "experts"):
             _replace(parent, name, _gated_mlp_for(child, model.dtype, generator), counts, "gated MLPs")
-        elif name == "experts":
+        elif name == "experts" and child is not None and not isinstance(parent, SplitExperts):
             _replace_experts(parent, child, model.dtype, generator, counts)
         else:
             counts["merged linear layers"] += _merge_qkv(child)
     for path in [name for name, _ in model.named_modules() if name]:
         parent, name, child = _find(model, path)
-        if type(child) in LINEAR:
-            setattr(parent, name, Linear(child.weight.data, child.bias, getattr(child, "scale", None)))
-    for layer in model.modules():
-        counts["residuals within products"] += _fuse_residuals(layer, model.dtype, generator)
+        whole, group = _unwrapped(child)
+        if type(whole) in LINEAR:
+            new = Linear(whole.weight.data, whole.bias, getattr(whole, "scale", None))
+            new.group = group
+            setattr(parent, name, new)
+    fused = [layer for layer in model.modules() if _fuse_residuals(layer, model.dtype, generator)]
+    counts["residuals within products"] = len(fused)
+    counts["norms within sums"] = _chain_norms(model, fused)
     rotation = Rotation()
     counts["rotations within attention"] = sum(
         _defer_rotation(module, rotation, generator) for module in model.modules()
@@ -89,6 +95,34 @@ def undo_layers(model: Any) -> None:
     for module in model.modules():
         if module.__dict__.pop("_penstock_layer", False):
             del module.forward
+
+
+def _unwrapped(module: Any) -> tuple[Any, RankGroup | None]:
+    """What a module that is split over ranks computes of it here, and these ranks."""
+    if isinstance(module, RowParallel):
+        return module.linear, module.group
+    if isinstance(module, SplitExperts):
+        return module.experts, module.group
+    return module, None
+
+
+def _chain_norms(model: Any, fused: list[Any]) -> int:
+    """Tell the sums over ranks which norm follows in these layers; returns how many."""
+    layers = next((each for each in model.modules() if isinstance(each, nn.ModuleList) and list(each) == fused), None)
+    if layers is None or not fused or fused[0].self_attn.o_proj.group is None:
+        return 0
+    last = next((getattr(each, "norm", None) for each in model.modules() if getattr(each, "layers", None) is layers), 0)
+    count = 0
+    for layer, after in zip(fused, [*(layer.input_layernorm for layer in fused[1:]), last], strict=True):
+        mixture = getattr(layer.mlp, "experts", None)
+        product = layer.mlp.down_proj if mixture is None else mixture
+        if mixture is not None and not set(dict(layer.mlp.named_children())) <= {"gate", "router", "experts"}:
+            product = None  # the sum of what they choose is not the whole output
+        for each, norm in ((layer.self_attn.o_proj, layer.post_attention_layernorm), (product, after)):
+            if each is not None and type(norm) is RmsNorm and getattr(each, "scale", None) is None:
+                each.__dict__["following"] = norm
+                count += 1
+    return count
 
 
 def _replace(parent: nn.Module, name: str, new: nn.Module | None, counts: Counter[str], rule: str) -> None:
@@ -127,7 +161,8 @@ def _rms_norm_for(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> 
 
 def _gated_mlp_for(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedMlp | None:
     children = dict(mlp.named_children())
-    linears = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    linears: list[Any] = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    linears[2], group = _unwrapped(linears[2])
     if not set(children) <= {"gate_proj", "up_proj", "down_proj", "act_fn"} or dtype not in TOLERANCE:
         return None
     if len({type(linear) for linear in linears}) != 1 or type(linears[0]) not in LINEAR:
@@ -135,6 +170,7 @@ def _gated_mlp_for(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> 
     gate_proj, up_proj, down_proj = linears
     assert gate_proj is not None
     gate_up, down = _join([gate_proj, up_proj]), _join([down_proj])
+    down.group = group
     bound = ROUNDING if down.scale is not None else 0.0
     x = torch.randn((1, 3, gate_proj.in_features), generator=generator, device=gate_proj.weight.device).to(dtype)
     for act in (rows.SILU, rows.GELU_TANH):
@@ -148,7 +184,10 @@ def _replace_experts(
     block: nn.Module, module: Any, dtype: torch.dtype, generator: torch.Generator, counts: Counter[str]
 ) -> None:
     """Replace the experts of a block, and then its router."""
-    new = experts.experts_for(module, dtype, generator)
+    whole, group = _unwrapped(module)
+    new = experts.experts_for(whole, dtype, generator)
+    if new is not None:
+        new.group = group
     _replace(block, "experts", new, counts, "mixtures of experts")
     for name in ("gate", "router"):
         router = getattr(block, name, None)
@@ -226,10 +265,11 @@ def _fuse_residuals(layer: Any, dtype: torch.dtype, generator: torch.Generator) 
         layer.self_attn.q_proj.linear.scale if fused else None,
     )
     narrow = all(scale is not None for scale in scales)
+    split = layer.self_attn.o_proj.group  # whose sums have the norm behind them
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attn, mlp = self.self_attn, self.mlp
-        if fused and FUSIONS.products and attn.q_proj.linear.takes_gemv(hidden_states):
+        if fused and FUSIONS.products and split is None and attn.q_proj.linear.takes_gemv(hidden_states):
             attn.q_proj.linear.__dict__["norm"] = self.input_layernorm
             if mixture is None:
                 mlp.__dict__["norm"] = self.post_attention_layernorm
@@ -261,7 +301,7 @@ def _narrow_layer(layer: Any, hidden_states: Tensor, args: tuple[Any, ...], kwar
     added, out = None, attn.o_proj
     if few_rows.shape_for(len(normal.scales), out.out_features, out.in_features) is not None:
         attn.o_proj.residual = hidden_states
-        attn(normal.values, *args, **kwargs)
+        hidden_states = attn(normal.values, *args, **kwargs)[0]
     else:
         added = attn(normal.values, *args, **kwargs)[0]
     normal = fp8.normalised(hidden_states, layer.post_attention_layernorm, added)
@@ -331,8 +371,12 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
         raise UnsupportedModel("latents of multi-head latent attention are attended to in plain torch only")
     narrow = any(isinstance(module, Fp8Linear) for module in model.forward.modules())
     rounding = ROUNDING_FP8 if narrow else ROUNDING
-    expected = reference(model)
-    rotation, counts = rewrite(model.forward)
+    expected, group = reference(model), model.group
+    if group is not None and model.device.type == "cuda":
+        text = model.forward.config.get_text_config()
+        group.peers = peers.connect(group, text.hidden_size, model.dtype, model.device)
+    with group.alone() if group is not None else contextlib.nullcontext():
+        rotation, counts = rewrite(model.forward)
     if invariant and (name := make_invariant(model.forward)):
         raise UnsupportedModel(f"batch_invariant: {name} has no kernel whose results do not depend on the batch")
     scratch = Scratch(1, model.shape.kv_heads, model.heads, model.shape.head_dim, model.device, invariant)

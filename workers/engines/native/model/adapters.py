@@ -74,6 +74,8 @@ def places_of(model: Any) -> dict[str, Tensor]:
         for kind in ("weight", "bias", "scale"):
             if (whole := getattr(part.product, kind, None)) is not None:
                 places[f"{part.path}.{kind}"] = whole.data[part.start : part.start + part.size]
+                if getattr(part.product, "group", None) is not None:  # as of ``parallel.RowParallel``
+                    places[f"{part.path}.linear.{kind}"] = places[f"{part.path}.{kind}"]
     return places
 
 

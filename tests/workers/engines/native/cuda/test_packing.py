@@ -9,7 +9,15 @@ from msgspec.structs import astuple
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 from penstock.workers.engines.engine_protocol import MediaSpan
-from penstock.workers.engines.native.cuda.packing import UNKNOWN, Packed, Packing, TableRows
+from penstock.workers.engines.native.cuda.packing import (
+    UNKNOWN,
+    Packed,
+    Packing,
+    PromptChunk,
+    TableRows,
+    packed_step,
+    unpacked_step,
+)
 from tests.properties import examples
 
 TABLE_ROWS, SPARE = 9, 9
@@ -163,3 +171,20 @@ def test_each_token_has_one_row_and_each_draw_follows_its_token(
         for row in range(len(rows)):
             (owner,) = (each for each, table_row in table_rows.items() if table_row == packed.table_rows[row])
             assert (row < packed.decodes) == (packed.positions[row] >= owner.prompt_len)
+
+
+numbers = st.lists(st.integers(-1, 2**31 - 1), max_size=9)
+chunks = st.builds(PromptChunk, *([st.integers(0, 2**31 - 1)] * 4))
+
+
+@given(st.builds(
+    Packed,
+    tokens=numbers, table_rows=numbers, positions=numbers, decodes=st.integers(0, 9), drawn=numbers, scored=numbers,
+    tiles=st.lists(st.tuples(*([st.integers(0, 2**31 - 1)] * 4)), max_size=4),
+    long=st.lists(st.lists(chunks, min_size=1, max_size=3).map(tuple), max_size=3),
+), st.tuples(numbers, numbers), st.booleans())  # fmt: skip
+@examples(50)
+def test_another_rank_gets_the_same_step(packed: Packed, changes: tuple[list[int], list[int]], eager: bool) -> None:
+    found, changed, eagerly = unpacked_step(packed_step(packed, changes, eager=eager))
+    packed.slots = [-1] * len(packed.tokens)
+    assert (found, changed, eagerly) == (packed, changes, eager)
