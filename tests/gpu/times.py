@@ -31,7 +31,7 @@ def timed(call: Callable[[], object], times: int = 1) -> float:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
         call()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     found = []

@@ -308,7 +308,7 @@ class EngineRanks:
             text = f"the ranks of this engine could not exchange results: {error}"
             raise self._cause or EngineError(text) from error
         peers = self.group.peers
-        if peers is not None and peers.stopped:
+        if self.group.broken or (peers is not None and peers.stopped):  # what the device has computed is void
             self._ended.wait(CAUSE_S)
             raise self._cause or EngineError("a rank of this engine has not answered the others")
 

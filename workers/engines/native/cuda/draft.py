@@ -15,6 +15,7 @@ from penstock.workers.engines.core.sequence import PendingStep, ScheduledSequenc
 from penstock.workers.engines.native.cuda.copies import Upload, new_event
 from penstock.workers.engines.native.cuda.executor import CudaExecutor, batch_sizes
 from penstock.workers.engines.native.cuda.packing import TableRow
+from penstock.workers.engines.native.cuda.prompt_graphs import CAPTURE
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.draft import progress_of
 
@@ -67,7 +68,7 @@ class DraftLoop:
                     self._run(size)
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool):
+                    with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
                         self._run(size)
                     pool = graph.pool()
                     self._graphs[size] = graph
