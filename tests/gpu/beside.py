@@ -33,6 +33,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "0.3b": (32768, 1024, 4096, 16, 16, 8),
     "moe": (151936, 2048, 768, 24, 32, 4),  # half of the layers of Qwen3-30B-A3B
     "gpt-oss": (201088, 2880, 2880, 24, 64, 8),  # 20B
+    "mla": (102400, 2048, 10944, 27, 16, 16),  # DeepSeek-V2-Lite
 }
 SHAPES["gpt-oss-mxfp4"] = SHAPES["gpt-oss"]  # experts as its checkpoint stores them
 
@@ -40,7 +41,7 @@ Run = Callable[[int, int, int, int], float]  # streams, tokens of a prompt, of a
 
 
 def config(shape: str) -> Any:
-    from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
+    from transformers import DeepseekV2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
     common: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True)) | {
         "max_position_embeddings": longest, "rope_theta": 500000.0, "tie_word_embeddings": False,
@@ -50,6 +51,13 @@ def config(shape: str) -> Any:
         return Qwen3MoeConfig(
             **common, head_dim=128, moe_intermediate_size=common["intermediate_size"], num_experts=128,
             num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, architectures=["Qwen3MoeForCausalLM"],
+        )  # fmt: skip
+    if shape == "mla":
+        return DeepseekV2Config(
+            **common, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+            n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, moe_intermediate_size=1408, n_group=1,
+            topk_group=1, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False, moe_layer_freq=1,
+            routed_scaling_factor=1.0, first_k_dense_replace=1, architectures=["DeepseekV2ForCausalLM"],
         )  # fmt: skip
     if shape in ("gpt-oss", "gpt-oss-mxfp4"):
         stored = {"quantization_config": {"quant_method": "mxfp4"}} if shape.endswith("mxfp4") else {}

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _stored(values, limit, dtype: tl.constexpr, LIMITED: tl.constexpr):
+def stored(values, limit, dtype: tl.constexpr, LIMITED: tl.constexpr):
     """Values in the pool's data type; limited, if larger ones become NaN in it."""
     if LIMITED:
         return tl.minimum(tl.maximum(values.to(tl.float32), -limit), limit).to(dtype)
@@ -58,10 +58,10 @@ def store(
         k_ptrs = pool + block * block_stride + layer * layer_stride + ((position % PAGE) * KV_HEADS + head) * DIM + dims
         v_ptrs = k_ptrs + part_stride
         stored_dtype = pool.dtype.element_ty
-        tl.store(k_ptrs, _stored(k_low, limit, stored_dtype, LIMITED), mask=dim_mask)
-        tl.store(k_ptrs + HALF, _stored(k_high, limit, stored_dtype, LIMITED), mask=dim_mask)
-        tl.store(v_ptrs, _stored(v_low, limit, stored_dtype, LIMITED), mask=dim_mask)
-        tl.store(v_ptrs + HALF, _stored(v_high, limit, stored_dtype, LIMITED), mask=dim_mask)
+        tl.store(k_ptrs, stored(k_low, limit, stored_dtype, LIMITED), mask=dim_mask)
+        tl.store(k_ptrs + HALF, stored(k_high, limit, stored_dtype, LIMITED), mask=dim_mask)
+        tl.store(v_ptrs, stored(v_low, limit, stored_dtype, LIMITED), mask=dim_mask)
+        tl.store(v_ptrs + HALF, stored(v_high, limit, stored_dtype, LIMITED), mask=dim_mask)
 
 
 @triton.jit

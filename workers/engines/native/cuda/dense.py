@@ -6,9 +6,12 @@ with one; the two results are merged.
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.workers.engines.native.cuda import attend
@@ -20,6 +23,40 @@ log = structlog.get_logger("engine")
 
 COPY = 4096  # values that one program gathers
 MOST_DIM = 128
+TRIAL_ERROR = 0.02  # relative, of attention in 16 bits
+
+
+class KeySource(Protocol):
+    """Where a layer's keys and values come from."""
+
+    def read(
+        self, chunks: tuple[PromptChunk, ...], first: int, known: list[int], positions: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Those of the sequences of some chunks, from position ``first`` on.
+
+        Args:
+            known: by chunk, the position from which on there are none, so that keys and values are made of zeros.
+        Returns: keys and values, (chunks, positions, kv_heads, head_dim) each.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PooledKeys:
+    """Implements ``KeySource`` with a pool of keys and values.
+
+    Args:
+        tables: (table_rows, width) int32.
+    """
+
+    pool: KvPool
+    tables: Tensor
+    layer: int
+
+    def read(
+        self, chunks: tuple[PromptChunk, ...], first: int, known: list[int], positions: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = gathered(self.pool, self.tables, self.layer, chunks, first, known, positions, dtype)
+        return keys, values
 
 
 class DenseAttention:
@@ -28,25 +65,67 @@ class DenseAttention:
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         self._device = device
         self.enabled = enabled
+        self._most_dim = MOST_DIM
+        self._flash = False  # FlashAttention instead of cuDNN
+        self._prepared = False
 
-    def warm(self, planned: Seq[tuple[int, int]], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    def prepare(self, query: Tensor, value_dim: int) -> bool:
+        """Find out, once, what attends with values narrower than keys; returns whether something does."""
+        if self._prepared or not query.is_cuda:
+            return self.enabled
+        if query.element_size() != 2:
+            return False
+        self._prepared, dim, reason = True, query.shape[-1], "other results than plain torch"
+        generator = torch.Generator(device=query.device).manual_seed(1)
+        q, k, v = (
+            torch.randn((1, STEP, 2, size), generator=generator, device=query.device).to(query.dtype)
+            for size in (dim, dim, value_dim)
+        )
+        by_head = [each.transpose(1, 2).float() for each in (q, k, v)]
+        expected = _plainly(by_head[0], by_head[1], by_head[2], dim**-0.5, True)
+        for self._flash in (False, True):
+            try:
+                pairs = zip(_attention(q, k, v, dim**-0.5, causal=True, flash=self._flash), expected, strict=True)
+                if all((one.float() - other).norm() < TRIAL_ERROR * other.norm() for one, other in pairs):
+                    self._most_dim = dim
+                    return self.enabled
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[0]
+        log.warning("prompts_without_cudnn", reason=reason)
+        self.enabled = False
+        return False
+
+    def warm(
+        self,
+        planned: Seq[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        value_dim: int | None = None,
+    ) -> None:
         """Load cuDNN, which takes a second, and plan whole prompts, 40 ms for each shape.
 
         Plans belong to the thread that makes them. If cuDNN does not work here, nothing suits ``attend`` afterwards.
 
         Args:
             planned: see ``chunks.shapes``.
+            value_dim: None: that of keys.
         """
         most = max((count * rows for count, rows in planned), default=0)
         query = torch.zeros((most, heads, dim), dtype=dtype, device=self._device)
         key = torch.zeros((most, kv_heads, dim), dtype=dtype, device=self._device)
-        if not planned or not self.enabled or not self._fits(query):
+        if not planned or not self.enabled:
+            return
+        if value_dim is not None and query.element_size() == 2:
+            self.prepare(query, value_dim)
+        if not self._fits(query):
             return
         try:
             with torch.inference_mode():
                 for count, rows in planned:
                     q, k = (each[: count * rows].view(count, rows, -1, dim) for each in (query, key))
-                    _attention(q, k, k, 1.0, causal=True)
+                    _attention(q, k, k[..., :value_dim], 1.0, causal=True, flash=self._flash)
                 torch.cuda.synchronize()
         except RuntimeError as error:
             self.enabled = False
@@ -60,27 +139,23 @@ class DenseAttention:
 
     def _fits(self, query: Tensor) -> bool:
         dim = query.shape[-1]
-        return (query.element_size() == 2 or not query.is_cuda) and dim <= MOST_DIM and dim % 8 == 0
+        return (query.element_size() == 2 or not query.is_cuda) and dim <= self._most_dim and dim % 8 == 0
 
-    def attend(
-        self, group: Group, layer: int, query: Tensor, pool: KvPool, tables: Tensor, scale: float, out: Tensor
-    ) -> None:
+    def attend(self, group: Group, query: Tensor, source: KeySource, scale: float, out: Tensor) -> None:
         """
         Args:
             query: (tokens of the batch, heads, head_dim), rotated.
-            tables: (table_rows, width) int32.
-            out: as ``query``; the chunks' rows are written.
+            out: (tokens of the batch, heads, head_dim of values), the heads beside each other; the chunks' rows are
+                written.
         """
         if len(group) == 1 and group[0].start:
-            self._attend_behind(group[0], layer, query, pool, tables, scale, out)
+            self._attend_behind(group[0], query, source, scale, out)
             return
-        answers = self.attend_whole(group, layer, query, pool, tables, scale)
+        answers = self.attend_whole(group, query, source, scale)
         for number, chunk in enumerate(group):
             out[chunk.row : chunk.row + chunk.tokens] = answers[number, : chunk.tokens]
 
-    def attend_whole(
-        self, group: Group, layer: int, query: Tensor, pool: KvPool, tables: Tensor, scale: float
-    ) -> Tensor:
+    def attend_whole(self, group: Group, query: Tensor, source: KeySource, scale: float) -> Tensor:
         """Attend to whole prompts; arguments as for ``attend``.
 
         Returns: (prompts, padded rows, heads, head_dim), contiguous.
@@ -92,14 +167,10 @@ class DenseAttention:
             given = query.new_zeros((count, rows, *query.shape[1:]))
             for number, chunk in enumerate(group):
                 given[number, : chunk.tokens] = query[chunk.row : chunk.row + chunk.tokens]
-        keys, values = gathered = _empty(pool, count, rows, query)
-        for number, chunk in enumerate(group):
-            _gather(pool, tables[chunk.table_row], layer, 0, chunk.tokens, gathered[:, number])
-        return _attention(given, keys, values, scale, causal=True)[0]
+        keys, values = source.read(group, 0, [chunk.tokens for chunk in group], rows, query.dtype)
+        return _attention(given, keys, values, scale, causal=True, flash=self._flash)[0]
 
-    def _attend_behind(
-        self, chunk: PromptChunk, layer: int, query: Tensor, pool: KvPool, tables: Tensor, scale: float, out: Tensor
-    ) -> None:
+    def _attend_behind(self, chunk: PromptChunk, query: Tensor, source: KeySource, scale: float, out: Tensor) -> None:
         """Attend to a chunk behind other tokens."""
         own = slice(chunk.row, chunk.row + chunk.tokens)
         front, padded, end = chunk.front, chunk.rows, chunk.start + chunk.tokens
@@ -108,15 +179,14 @@ class DenseAttention:
         parts: list[tuple[Tensor, Tensor]] = []
         for first, count in ((chunk.unmasked, padded), (0, chunk.unmasked)):
             if count:
-                keys, values = gathered = _empty(pool, 1, count, query)
-                _gather(pool, tables[chunk.table_row], layer, first, end, gathered[:, 0])
-                parts.append(_attention(given[None], keys, values, scale, causal=not parts))
+                keys, values = source.read((chunk,), first, [end], count, query.dtype)
+                parts.append(_attention(given[None], keys, values, scale, causal=not parts, flash=self._flash))
         near, near_mass = parts[0]
         if len(parts) == 1:
             out[own] = near[0, front : front + chunk.tokens]
             return
         far, far_mass = parts[1]
-        _, heads, dim = query.shape
+        _, heads, dim = out.shape
         attend.merge[(chunk.tokens,)](
             near, far, near_mass, far_mass, out[own], front, near.stride(1), near.stride(2), far.stride(1),
             far.stride(2), out.stride(0), padded,
@@ -124,27 +194,35 @@ class DenseAttention:
         )  # fmt: skip
 
 
-def _empty(pool: KvPool, count: int, keys: int, query: Tensor) -> Tensor:
-    """(2, count, keys, kv_heads, head_dim): keys and values."""
-    return torch.empty((2, count, keys, *pool.data.shape[4:]), dtype=query.dtype, device=query.device)
+def gathered(
+    pool: KvPool,
+    tables: Tensor,
+    layer: int,
+    chunks: tuple[PromptChunk, ...],
+    first: int,
+    known: list[int],
+    positions: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What a pool has of a layer, as ``KeySource.read`` returns it; zeros where nothing is known.
 
-
-def _gather(pool: KvPool, table: Tensor, layer: int, first: int, known: int, out: Tensor) -> None:
-    """Keys and values of positions from ``first`` on; zeros from ``known`` on.
-
-    Args:
-        out: (2, positions, kv_heads, head_dim), both contiguous; written.
+    Returns: (parts, chunks, positions, kv_heads, head_dim).
     """
     data = pool.data
-    page, kv_heads, dim = data.shape[3:]
+    parts, page, kv_heads, dim = data.shape[2:]
     size = page * kv_heads * dim
-    attend.gather[(out.shape[1] // page, 2, -(-size // COPY))](
-        data, table, out, layer, first, known, data.stride(0), data.stride(1), data.stride(2), out.stride(0),
-        ROW=kv_heads * dim, PAGE=page, COPY=COPY, num_warps=4,
-    )  # fmt: skip
+    out = torch.empty((parts, len(chunks), positions, kv_heads, dim), dtype=dtype, device=data.device)
+    for number, chunk in enumerate(chunks):
+        attend.gather[(positions // page, parts, -(-size // COPY))](
+            data, tables[chunk.table_row], out[:, number], layer, first, known[number], data.stride(0), data.stride(1),
+            data.stride(2), out.stride(0), ROW=kv_heads * dim, PAGE=page, COPY=COPY, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool, flash: bool = False
+) -> tuple[Tensor, Tensor]:
     """
     Args:
         query: (prompts, rows, heads, head_dim).
@@ -154,19 +232,24 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causa
     """
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     if not query.is_cuda:
-        return _on_cpu(q, k, v, scale, causal)
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    prompts, rows, heads = query.shape[:3]
-    return found[0].transpose(1, 2).contiguous(), found[1].reshape(prompts, heads, rows)
+        return _plainly(q, k, v, scale, causal)
+    prompts, rows, heads, dim = query.shape
+    if flash:
+        padded = F.pad(v, (0, dim - v.shape[-1]))
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, padded, 0.0, causal, False, scale=scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    answers = found[0][..., : v.shape[-1]].transpose(1, 2).contiguous()
+    return answers, found[1].reshape(prompts, heads, rows)
 
 
-def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """The same by plain torch, for the kernels' interpreter."""
+def _plainly(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, of (prompts, heads, …): for the kernels' interpreter, and to compare with."""
     group = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(group, 1).float() for each in (k, v))
     scores = q.float() @ k.transpose(2, 3) * scale
     if causal:
-        seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
     answer = scores.softmax(-1) @ v
     return answer.transpose(1, 2).to(q.dtype).contiguous(), scores.logsumexp(-1)

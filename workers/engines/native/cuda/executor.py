@@ -20,6 +20,7 @@ from penstock.workers.engines.native.cuda.adapters import CudaAdapters
 from penstock.workers.engines.native.cuda.copies import HostCopies, LateStep, Pending, Upload
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
+from penstock.workers.engines.native.cuda.latent import make_scratch, paged_attention
 from penstock.workers.engines.native.cuda.modules import Linear, Rotation
 from penstock.workers.engines.native.cuda.packing import (
     LARGE,
@@ -37,7 +38,7 @@ from penstock.workers.engines.native.cuda.packing import (
     shapes,
     unpacked_step,
 )
-from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
+from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
 from penstock.workers.engines.native.cuda.prompt_graphs import CAPTURE, DECODES, SPLITS, GraphInputs, PromptGraphs
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import Paged
@@ -120,7 +121,7 @@ class CudaExecutor:
         self._table_rows = TableRows(
             table_rows, width, sliding=sliding is not None, shift=None if places is None else places.shift
         )
-        self._least = STEP if layer_weights(model) >= LARGE else LONG
+        self._least = STEP if layer_weights(model) >= LARGE or pool.shape.latent else LONG
         self._packing = Packing(
             self._table_rows,
             tile_rows=tile_rows(model.dtype),
@@ -134,10 +135,9 @@ class CudaExecutor:
         self._tables = numbers[:-table_rows].view(tables, table_rows, width)
         self._shifts = None if places is None else numbers[-table_rows:]
         self._latest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
-        self._scratch = Scratch(
-            max_rows, pool.shape.kv_heads, model.heads, pool.shape.head_dim, device, invariant,
-            parts=min(DECODES, max_rows) * SPLITS,
-        )  # fmt: skip
+        self._scratch = make_scratch(
+            pool.shape, model.heads, max_rows, device, invariant, parts=min(DECODES, max_rows) * SPLITS
+        )
         aligned = -(-max_rows // 16) * 16
         self._fixed_offsets = tuple(aligned * number for number in range(4))  # tokens, table rows, positions, targets
         self._adapters = adapters
@@ -200,10 +200,14 @@ class CudaExecutor:
         self._graph_sizes = sorted({size for size, _ in self._graphs})
         if self._graphs:
             self._capture_prompts(pool)
-        shape = self.pool.shape
+        shape, model = self.pool.shape, self.model
         longest = min(self._tables.shape[2] * self.pool.block_size, self._most_tokens)
         planned = list(shapes(longest, self._most_tokens, self._least))
-        self._dense.warm(planned, self.model.heads, shape.kv_heads, shape.head_dim, self.model.dtype)
+        if shape.latent:
+            keys, values = model.expanded
+            self._dense.warm(planned, model.heads, model.heads, keys, model.dtype, values)
+        else:
+            self._dense.warm(planned, model.heads, shape.kv_heads, shape.head_dim, model.dtype)
 
     def _variants(self, sizes: Seq[int]) -> Iterator[tuple[int, bool]]:
         """The graphs to capture, the largest first: without adapters, and with them if there are any."""
@@ -285,9 +289,9 @@ class CudaExecutor:
     def _paged(self, table_rows: Tensor, positions: Tensor, decodes: int, tiles: PromptTiles) -> Paged:
         assert self.pool is not None
 
-        def over(pool: KvPool, table: Tensor) -> PagedAttention:
+        def over(pool: KvPool, table: Tensor) -> Paged:
             batch = PagedBatch(table, table_rows, positions, decodes, *tiles)
-            return PagedAttention(pool, self._scratch, self._rotation, batch, self._dense)
+            return paged_attention(pool, self._scratch, self._rotation, batch, self._dense)
 
         full = over(self.pool, self._tables[0])
         if self._sliding is None:

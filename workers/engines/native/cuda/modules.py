@@ -1,7 +1,7 @@
 """Faster replacements for the modules of a model. ``rewrite`` installs them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +13,44 @@ from penstock.workers.engines.native.cuda.rows import invariant_product
 from penstock.workers.engines.native.model.parallel import RankGroup
 
 
+class RotationForm(NamedTuple):
+    """How a function rotates queries and keys.
+
+    Attributes:
+        width: of its cosines and sines; 0: it takes complex numbers, ``cos + i sin``, half as many as a head's values.
+        in_pairs, out_pairs: whether values that are rotated together are neighbours, before and after; otherwise they
+            are a half of the head apart.
+    """
+
+    width: int
+    in_pairs: bool = False
+    out_pairs: bool = False
+
+    def takes(self, factors: Tensor) -> bool:
+        """Whether these can be the cosines, or complex numbers, of one packed batch."""
+        packed = factors.dim() == 3 and factors.shape[0] == 1
+        return packed and (factors.shape[-1] == self.width if self.width else factors.is_complex())
+
+
 class Rotation:
-    """Passes cosines and sines from the place where a layer would rotate to its attention, which rotates instead."""
+    """Passes cosines and sines from the place where a layer would rotate to its attention, which rotates instead.
+
+    Attributes:
+        form: of what was deferred last.
+    """
 
     def __init__(self) -> None:
         self._deferred: tuple[Tensor, Tensor] | None = None
+        self.form = RotationForm(0)
 
-    def replacement(self, function: Callable[..., tuple[Tensor, Tensor]], width: int) -> Callable[..., Any]:
-        """A replacement for ``apply_rotary_pos_emb`` that defers rotation by cosines of this width, and only these."""
+    def replacement(self, function: Callable[..., tuple[Tensor, Tensor]], form: RotationForm) -> Callable[..., Any]:
+        """A replacement for a function of this form that defers rotation, if it gets what the form says."""
 
-        def defer(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            if args or kwargs or cos.shape[-1] != width or cos.dim() != 3 or cos.shape[0] != 1:
-                return function(q, k, cos, sin, *args, **kwargs)
-            self._deferred = (cos, sin)
+        def defer(q: Tensor, k: Tensor, *factors: Any, **more: Any) -> tuple[Tensor, Tensor]:
+            if more or len(factors) != (2 if form.width else 1) or not form.takes(factors[0]):
+                return function(q, k, *factors, **more)
+            cos, sin = factors if form.width else torch.view_as_real(factors[0]).unbind(-1)
+            self._deferred, self.form = (cos, sin), form
             return q, k
 
         return defer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.engines.native.cuda import attend
-from penstock.workers.engines.native.cuda.dense import DenseAttention
+from penstock.workers.engines.native.cuda.dense import DenseAttention, PooledKeys
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import Rotation, launch_options, next_power_of_2
 from penstock.workers.engines.native.cuda.packing import Group, adjoin
@@ -129,7 +129,8 @@ class PagedAttention:
         tokens, heads, dim = query.shape
         long = self._suited(query, params)
         if long and self._dense is not None and batch.one_group:
-            answers = self._dense.attend_whole(long[0], layer, rotated, self._pool, batch.tables, scale)
+            keys = PooledKeys(self._pool, batch.tables, layer)
+            answers = self._dense.attend_whole(long[0], rotated, keys, scale)
             return answers.flatten(0, 1)
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
         common: dict[str, Any] = {
@@ -148,7 +149,7 @@ class PagedAttention:
             self._decode(layer, rotated, sinks_or_unused, out, (scale, softcap or 1.0), strides, common, first)
         for group in long:
             assert self._dense is not None
-            self._dense.attend(group, layer, rotated, self._pool, batch.tables, scale, out)
+            self._dense.attend(group, rotated, PooledKeys(self._pool, batch.tables, layer), scale, out)
         tiles = batch.rest if long else batch.tiles
         if tiles is not None:
             attend.prefill[(heads, tiles.shape[0])](

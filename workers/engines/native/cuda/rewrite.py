@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.workers.engines.native.cuda import experts, few_rows, fp8, peers, rows
 from penstock.workers.engines.native.cuda.fusions import FUSIONS
+from penstock.workers.engines.native.cuda.latent import make_scratch, paged_attention
 from penstock.workers.engines.native.cuda.modules import (
     GatedMlp,
     Linear,
@@ -28,8 +29,9 @@ from penstock.workers.engines.native.cuda.modules import (
     MergedLinearPart,
     RmsNorm,
     Rotation,
+    RotationForm,
 )
-from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
+from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
 from penstock.workers.engines.native.model.attention import Paged
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.parallel import RankGroup, RowParallel, SplitExperts
@@ -39,6 +41,8 @@ from penstock.workers.engines.native.model.verify import ROUNDING, ROUNDING_FP8,
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of a module's output
 LINEAR = (nn.Linear, Fp8Linear)
+PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("q_proj", "kv_a_proj_with_mqa"), ("q_a_proj", "kv_a_proj_with_mqa"))
+ROTATIONS = {"apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -228,12 +232,15 @@ def _find(model: nn.Module, path: str) -> tuple[nn.Module, str, Any]:
 
 
 def _merge_qkv(parent: nn.Module | None) -> int:
-    """Merge q_proj, k_proj and v_proj into one product. Returns 1 if it did."""
-    names = ("q_proj", "k_proj", "v_proj")
-    projections: list[Any] = [getattr(parent, name, None) for name in names]
-    if parent is None or len({type(linear) for linear in projections}) != 1 or type(projections[0]) not in LINEAR:
+    """Merge the first projections of an attention into one product. Returns 1 if it did."""
+    for names in PROJECTIONS:
+        projections: list[Any] = [getattr(parent, name, None) for name in names]
+        kinds = {type(linear) for linear in projections}
+        if len(kinds) == 1 and kinds <= {*LINEAR}:
+            break
+    else:
         return 0
-    if len({(linear.in_features, linear.weight.dtype) for linear in projections}) != 1:
+    if parent is None or len({(linear.in_features, linear.weight.dtype) for linear in projections}) != 1:
         return 0
     merged = MergedLinear(_join(projections), [linear.out_features for linear in projections], names)
     setattr(parent, names[0], merged)
@@ -311,47 +318,60 @@ def _narrow_layer(layer: Any, hidden_states: Tensor, args: tuple[Any, ...], kwar
 
 
 def _defer_rotation(module: Any, rotation: Rotation, generator: torch.Generator) -> int:
-    """Defer to the attention what a module rotates by the usual ``apply_rotary_pos_emb``. Returns 1 if it did."""
+    """Defer to the attention what a module rotates in a known way. Returns 1 if it did."""
     forward: Any = getattr(type(module), "forward", None)
     forward = inspect.unwrap(forward) if callable(forward) else None  # renamed arguments are a wrapper's
     module_globals = getattr(forward, "__globals__", {})
-    if not isinstance(forward, types.FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
+    if not isinstance(forward, types.FunctionType):
         return 0
-    dim, function = getattr(module, "head_dim", 0), module_globals["apply_rotary_pos_emb"]
-    width = _cosine_width(function, dim, generator) if isinstance(dim, int) and dim >= 4 and not dim % 2 else 0
-    if not width:
+    latents = "_penstock_latents" in module.__dict__
+    dim = getattr(module, "qk_rope_head_dim" if latents else "head_dim", 0)
+    if not isinstance(dim, int) or dim < 4 or dim % 2:
         return 0
-    replaced = {**module_globals, "apply_rotary_pos_emb": rotation.replacement(function, width)}
+    replaced = {}
+    for name in ROTATIONS & {*forward.__code__.co_names} & {*module_globals}:
+        form = _rotation_form(module_globals[name], dim, generator)
+        if form is not None and (latents or (form == (form.width, False, False) and form.width)):
+            replaced[name] = rotation.replacement(module_globals[name], form)
+    if not replaced:
+        return 0
     rebound = types.FunctionType(
-        forward.__code__, replaced, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__, {**module_globals, **replaced}, forward.__name__, forward.__defaults__, forward.__closure__
     )
     rebound.__kwdefaults__ = forward.__kwdefaults__
     module.forward = types.MethodType(rebound, module)
     return 1
 
 
-def _cosine_width(function: Callable[..., tuple[Tensor, Tensor]], dim: int, generator: torch.Generator) -> int:
-    """The width of the cosines with which ``function`` rotates the halves of a head; 0 if it does something else."""
+def _rotation_form(
+    function: Callable[..., tuple[Tensor, Tensor]], dim: int, generator: torch.Generator
+) -> RotationForm | None:
+    """How ``function`` rotates heads of a size; None: in no known way."""
     device = generator.device
     q, k = (torch.randn((1, heads, 3, dim), generator=generator, device=device) for heads in (4, 2))
     angles = torch.randn((1, 3, dim // 2), generator=generator, device=device)
     cos, sin = angles.cos(), angles.sin()
-    for copies in (2, 1):  # as wide as a head, or as half of one
+    for copies in (2, 1, 0):  # as wide as a head, or as half of one; 0: complex numbers
+        factors = [torch.cat([each] * copies, -1) for each in (cos, sin)] if copies else [torch.complex(cos, sin)]
         try:
-            rotated_pair = function(q, k, torch.cat([cos] * copies, -1), torch.cat([sin] * copies, -1))
-        except RuntimeError:
+            rotated_pair = function(q, k, *factors)
+        except (RuntimeError, TypeError):
             continue
-        matches = (
-            _is_half_rotation(x, rotated, cos[:, None], sin[:, None])
-            for x, rotated in zip((q, k), rotated_pair, strict=True)
-        )
-        return copies * dim // 2 if all(matches) else 0
-    return 0
+        for in_pairs, out_pairs in ((False, False), (True, False), (True, True)):
+            matches = (
+                _is_rotation(x, rotated, cos[:, None], sin[:, None], in_pairs, out_pairs)
+                for x, rotated in zip((q, k), rotated_pair, strict=True)
+            )
+            if all(matches):
+                return RotationForm(copies * dim // 2, in_pairs, out_pairs)
+        return None
+    return None
 
 
-def _is_half_rotation(x: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    low, high = x.chunk(2, dim=-1)
-    expected = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+def _is_rotation(x: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool, out_pairs: bool) -> bool:
+    low, high = (x[..., ::2], x[..., 1::2]) if in_pairs else x.chunk(2, dim=-1)
+    parts = [low * cos - high * sin, high * cos + low * sin]
+    expected = torch.stack(parts, -1).flatten(-2) if out_pairs else torch.cat(parts, -1)
     return rotated.shape == x.shape and torch.allclose(rotated, expected, atol=1e-4)
 
 
@@ -367,8 +387,8 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
     Raises:
         UnsupportedModel: the rewritten model computes something else. It must be loaded again.
     """
-    if model.shape.latent:
-        raise UnsupportedModel("latents of multi-head latent attention are attended to in plain torch only")
+    if invariant and model.shape.latent:
+        raise UnsupportedModel("batch_invariant: latents have no kernels whose results do not depend on the batch")
     narrow = any(isinstance(module, Fp8Linear) for module in model.forward.modules())
     rounding = ROUNDING_FP8 if narrow else ROUNDING
     expected, group = reference(model), model.group
@@ -379,7 +399,7 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
         rotation, counts = rewrite(model.forward)
     if invariant and (name := make_invariant(model.forward)):
         raise UnsupportedModel(f"batch_invariant: {name} has no kernel whose results do not depend on the batch")
-    scratch = Scratch(1, model.shape.kv_heads, model.heads, model.shape.head_dim, model.device, invariant)
+    scratch = make_scratch(model.shape, model.heads, 1, model.device, invariant)
 
     def paged(pool: KvPool, start: int, stop: int) -> Paged:
         tables, device = torch.tensor([[1, 0]], dtype=torch.int32, device=model.device), model.device
@@ -389,7 +409,7 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
             assert stop - start <= tile_rows(model.dtype)
             tiles = torch.tensor([[0, start, stop - start, 0]], dtype=torch.int32, device=device)
         batch = PagedBatch(tables, torch.zeros_like(places), places, 0 if tiles is not None else 1, tiles)
-        return PagedAttention(pool, scratch, rotation, batch)
+        return paged_attention(pool, scratch, rotation, batch)
 
     try:
         verify(model, expected, paged, rounding)

@@ -219,6 +219,7 @@ class _Probe:
         self.layers: dict[int, tuple[int, int, int]] = {}  # index -> (kv heads, head dim, latent)
         self.windows: dict[int, int | None] = {}
         self.heads = 0
+        self.expanded = (0, 0)  # sizes of a head's key and value that are made of latents
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: attention.AttentionParams
@@ -231,7 +232,8 @@ class _Probe:
             self.layers[layer] = (key.shape[1], key.shape[2], 0)
             return torch.zeros_like(query)
         self.layers[layer] = (1, key.shape[2] + value.shape[2], key.shape[2])
-        return query.new_zeros((*query.shape[:2], params.expansion.values.shape[1]))
+        self.expanded = (query.shape[2], params.expansion.values.shape[1])
+        return query.new_zeros((*query.shape[:2], self.expanded[1]))
 
 
 def load(model: str, *, device: torch.device, dtype: str = "auto", group: RankGroup | None = None) -> Model:
@@ -273,7 +275,7 @@ def describe(
     """
     attention.register()
     attention.cache_latents(loaded)
-    shape, windows, vocab_size, heads = _inspect(loaded, loaded.device)
+    shape, probe, vocab_size = _inspect(loaded, loaded.device)
     if group is not None:
         first, every = group.kv_heads
         shape = replace(shape, first_head=first, all_heads=every)
@@ -287,10 +289,11 @@ def describe(
         max_positions=longest.tokens,
         most_positions=longest.most,
         eos_token_ids=end_tokens(loaded),
-        heads=heads,
+        heads=probe.heads,
         multimodal=multimodal,
         media_positions=_media_positions(loaded.config),
-        windows=windows,
+        windows=tuple(probe.windows[layer] for layer in range(shape.layers)),
+        expanded=probe.expanded,
         group=group,
     )
     verify(model, reference(model), reference_attention)
@@ -425,8 +428,8 @@ def _config(model: str) -> Any:
     return config
 
 
-def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | None, ...], int, int]:
-    """Shape of the cache, windows of the layers, size of the vocabulary and query heads, from one token."""
+def _inspect(model: Any, device: torch.device) -> tuple[KvShape, _Probe, int]:
+    """Shape of the cache, what the layers attend by, and size of the vocabulary, from one token."""
     name = type(model).__name__
     probe = _Probe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
@@ -453,8 +456,7 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | Non
             f"{name} has layers of different (KV heads, head size), or none: {sorted(shapes)}; choose another"
         )
     kv_heads, head_dim, latent = shapes.pop()
-    windows = tuple(probe.windows[layer] for layer in range(layers))
-    return KvShape(layers, kv_heads, head_dim, latent=latent), windows, int(output.logits.shape[-1]), probe.heads
+    return KvShape(layers, kv_heads, head_dim, latent=latent), probe, int(output.logits.shape[-1])
 
 
 def written(model: str) -> Mapping[str, Any]:

@@ -95,6 +95,7 @@ class Model:
     most_positions: int = 0  # that a user may ask for, beyond ``max_positions``
     media_positions: MediaPositions | None = None  # None: a token's position is its number
     windows: tuple[int | None, ...] = ()  # of each layer: tokens that a query attends to, itself included; None: all
+    expanded: tuple[int, int] = (0, 0)  # sizes of a head's key and value that are made of latents
     group: RankGroup | None = None  # the ranks over which it is split; None: it is whole
 
     def logits(
