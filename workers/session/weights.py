@@ -43,7 +43,10 @@ BUCKET = "weights"
 LOOK_S = 0.02  # between two looks whether running requests have ended, or the device is free
 MOST_REASON = 500  # characters of an error in a registration
 READS = 3  # of a folder that changes meanwhile
-TURN_S = 2.0  # that a worker with requests is awake, at least, before it makes room for another
+TURN_S = 2.0  # that a worker with requests is awake, at least, before it makes room for another,
+TURN_SHARE = 4.0  # and times as long as it takes to change: a fifth of the device's time at most
+GAP_S = 0.5  # without requests after which it makes room at once; clients that ask one by one leave shorter ones
+AFTER_S = 0.1  # for which a worker that just slept leaves the turn to those that have waited
 ROOM_S = 600.0  # for its running requests to finish then
 
 
@@ -174,6 +177,8 @@ class WeightsTable:
         self._holder: RequestHolder | None = None
         self._task: asyncio.Task[Any] | None = None  # falls asleep or wakes up
         self._awake_since = self._busy_at = time.monotonic()
+        self._slept_at = 0.0
+        self._change_s = 0.0  # that the last sleep and the last wake took together
 
     def _show(self, **changes: Any) -> None:
         shown = msgspec.structs.replace(self.shown, **changes)
@@ -515,8 +520,10 @@ class WeightsTable:
         self._busy_at = now if busy else self._busy_at
         idle_s = self._settings.sleep_after_s
         tired = bool(idle_s) and now - self._busy_at > idle_s
-        if not self.holds and (self._task is None or self._task.done()):
-            make_room = self._turn is not None and (not busy or now - self._awake_since > TURN_S) and self._turn.wanted
+        still = self._stopped and not self._holder.begun()  # paused, and nothing stands still in mid-answer
+        if (still or not self.holds) and (self._task is None or self._task.done()):
+            due = now - self._awake_since > max(TURN_S, TURN_SHARE * self._change_s) or now - self._busy_at > GAP_S
+            make_room = self._turn is not None and due and self._turn.wanted
             if tired or make_room:
                 self._spawn(self._fall_asleep(ROOM_S))
 
@@ -531,9 +538,9 @@ class WeightsTable:
                 return ""
             if self._stays:
                 return f"{self._stays}, so this worker does not sleep"
-            began = time.monotonic()
             try:
                 await self._quiet(FINISH, within_s)
+                began = time.monotonic()
                 try:
                     await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).sleep()))
                 except RequestError:
@@ -546,6 +553,7 @@ class WeightsTable:
                 return str(error)
             took = time.monotonic() - began
             self._show(asleep=True, seconds=took)
+            self._change_s, self._slept_at = took, time.monotonic()
             if self._turn is not None:
                 self._turn.leave()
             log.info("worker_asleep", seconds=round(took, 3))
@@ -562,12 +570,15 @@ class WeightsTable:
 
     async def _wake_now(self) -> None:
         """Bring the weights back. It stays held."""
-        while self._turn is not None and not self._turn.take():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(LOOK_S)
+        if self._turn is not None:
+            await asyncio.sleep(max(0.0, self._slept_at + AFTER_S - time.monotonic()))
+            while not self._turn.take():  # noqa: ASYNC110 - another process
+                await asyncio.sleep(LOOK_S)
         began = time.monotonic()
         await asyncio.wrap_future(self._call(lambda engine: _weights_of(engine).wake()))
         took = time.monotonic() - began
         self._show(asleep=False, seconds=took)
+        self._change_s += took
         log.info("worker_awake", seconds=round(took, 3))
 
 

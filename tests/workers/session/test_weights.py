@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,8 +17,9 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.control import Sleep, Wake
 from penstock.schemas.done import MadeWith
-from penstock.schemas.fleet import CONTINUE, WeightsEntry
+from penstock.schemas.fleet import CONTINUE, FINISH, WeightsEntry
 from penstock.workers.engines import mock
+from penstock.workers.session import weights
 from penstock.workers.session.request_runner import ServedModel
 from penstock.workers.session.weights import DeviceTurn, WeightsTable
 from tests.pipeline.support import until
@@ -182,3 +184,48 @@ async def test_an_update_is_read_within_allowed_folders_once_and_of_one_base(tmp
     assert not await worker.asked(WeightsEntry("m", 3, "two", "old", right, "old", CONTINUE), 6)
     shown = worker.table.shown
     assert (worker.served.revision, shown.update, shown.before, worker.table.holds) == (right, 3, "old", False)
+
+
+async def test_models_with_constant_load_change_no_faster_than_by_turns_and_none_is_starved(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their clients ask one by one, so that each is idle for moments."""
+    monkeypatch.setattr(weights, "TURN_S", 0.3)
+    workers = [Worker(DeviceTurn(device)) for _ in range(3)]
+    assert cast(DeviceTurn, workers[0].table._turn).take()
+    for each in workers[1:]:
+        each.table._show(asleep=True)
+        each.table.holds = True
+    order = [0]
+    loop = asyncio.get_running_loop()
+    until = loop.time() + 3.0
+    while loop.time() < until:
+        for number, each in enumerate(workers):
+            awake = not each.table.shown.asleep
+            each.requests.running = int(awake and not each.table.holds and not each.requests.running)
+            each.requests.parked = int(each.table.holds)
+            each.table.look(time.monotonic())
+            if awake and order[-1] != number:
+                order.append(number)
+        await asyncio.sleep(0.005)
+    assert len(order) <= 2 + 3.0 / 0.3
+    assert all(order.count(number) >= 2 for number in range(3)), order
+    for each in workers:
+        cast(DeviceTurn, each.table._turn).leave()
+
+
+async def test_a_paused_model_makes_room_on_a_shared_device_and_sleeps_on(device: str) -> None:
+    one, two = (Worker(DeviceTurn(device)) for _ in range(2))
+    assert cast(DeviceTurn, one.table._turn).take()
+    assert not await one.asked(WeightsEntry("m", 0, "", "old", paused=FINISH), 1)
+    two.table._show(asleep=True)
+    two.table.holds = True
+    one.requests.parked = two.requests.parked = 1
+
+    async def changed() -> bool:
+        await one.asleep()
+        return await two.awake() and one.table.shown.asleep
+
+    await until(changed, "they change", 10)
+    assert one.requests.submitted == 0
+    cast(DeviceTurn, two.table._turn).leave()
