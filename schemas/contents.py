@@ -58,6 +58,7 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
         parsing=None,
         session=session,
         client_body=b"",
+        chat=b"",
         constraint=None,
         trace=trace,
         fallbacks=tuple(

@@ -7,7 +7,7 @@ only: the worker returns the request unstarted or unfinished, and a router place
 their bodies: followers read the headers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import Embedding, GenerateRequest, Parsing
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import (
+    COUNTS,
     FAILURES,
     PROMPT,
     WHOLE_REQUEST,
@@ -48,6 +49,42 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
+    foreign: bool = False  # as a server counted, which has tokens of its own
+
+
+_UNKNOWN = (1 << 32) - 1
+
+
+def counted(request: str, attempt: int, choice: int, usage: Usage) -> TokenItem:
+    """The item with a server's own counts of a choice, before its end; of ``WHOLE_REQUEST``: of all of them."""
+    counts = (usage.prompt, usage.completion, usage.cached, usage.reasoning & _UNKNOWN)
+    return TokenItem(request, attempt, COUNTS, choice, pack_tokens(counts))
+
+
+def counts_in(item: TokenItem) -> Usage:
+    """Inverse of ``counted``."""
+    prompt, completion, cached, reasoning = unpack_tokens(item.tokens)[:4]
+    return Usage(prompt, completion, cached, -1 if reasoning == _UNKNOWN else reasoning, foreign=True)
+
+
+def total(counts: Mapping[int, Usage], choices: int) -> Usage | None:
+    """A server's counts of a request, whose prompt counts once; None: it has not counted every choice.
+
+    Args:
+        counts: by choice.
+    """
+    if (whole := counts.get(WHOLE_REQUEST)) is not None:
+        return whole
+    if len(counts) < choices:
+        return None
+    of = counts.values()
+    return Usage(
+        max(each.prompt for each in of),
+        sum(each.completion for each in of),
+        min(each.cached for each in of),
+        -1 if any(each.reasoning < 0 for each in of) else sum(each.reasoning for each in of),
+        foreign=True,
+    )
 
 
 def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0) -> Usage:
@@ -290,10 +327,12 @@ def guests_of(event: Done) -> tuple[str, ...]:
 def recorded(request: GenerateRequest) -> bytes:
     """A request as its record holds it: without its prompt, the names of its blocks and its fallbacks, which REQUESTS
     has as long."""
-    if not (request.prompt or request.digests or request.fallbacks):
+    if not (request.prompt or request.digests or request.fallbacks or request.chat):
         return encode(request)
     length = request.prompt_tokens
-    return encode(msgspec.structs.replace(request, prompt=b"", prompt_length=length, digests=b"", fallbacks=()))
+    return encode(
+        msgspec.structs.replace(request, prompt=b"", prompt_length=length, digests=b"", fallbacks=(), chat=b"")
+    )
 
 
 def not_recorded(request: GenerateRequest) -> tuple[str, ...]:
@@ -362,6 +401,7 @@ def without_text(request: GenerateRequest) -> GenerateRequest:
         parsing=None,
         session="",
         client_body=b"",
+        chat=b"",
         constraint=None,
         fallbacks=(),
         trace=None if request.trace is None else msgspec.structs.replace(request.trace, state=""),
@@ -373,6 +413,8 @@ def items(event: Done) -> list[TokenItem]:
     request, attempt, cached = event.request, event.attempt, event.usage.cached
     failed = Finish("cancelled" if event.code == "cancelled" else "error", None, cached, event.code, event.message)
     out = []
+    if event.usage.foreign:
+        out.append(counted(request, attempt, WHOLE_REQUEST, event.usage))
     if event.scores:
         out.append(TokenItem(request, attempt, PROMPT, 1, b"", None, event.scores))
     for index, choice in enumerate(event.choices):
@@ -411,8 +453,9 @@ def _without_prompt(event: Done) -> Done:
     if drawn is not None:
         drawn = msgspec.structs.replace(drawn, prompt="", negative="")
     request = msgspec.structs.replace(
-        request, prompt=b"", digests=b"", media=(), diffusion=drawn, embedding=_without_texts(request), fallbacks=()
-    )
+        request, prompt=b"", digests=b"", media=(), diffusion=drawn, embedding=_without_texts(request), fallbacks=(),
+        chat=b"",
+    )  # fmt: skip
     return msgspec.structs.replace(event, submitted=encode(request))
 
 

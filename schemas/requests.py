@@ -44,7 +44,9 @@ CONSTRAINT_MARKS = frozenset({CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED})
 ADAPTER = "adapter"
 # Named by requests that run as a fallback, and registered by workers that say so in the token stream.
 FALLBACK = "fallback"
-MARKS = CONSTRAINT_MARKS | {ADAPTER, FALLBACK}  # names of logits processors that clients cannot use
+# Named by requests that carry their chat, and registered by workers whose servers take chats only.
+CARRIED_CHAT = "chat"
+MARKS = CONSTRAINT_MARKS | {ADAPTER, FALLBACK, CARRIED_CHAT}  # names of logits processors that clients cannot use
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -263,6 +265,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     asked: str = ""  # of a fallback: the model that was asked for, canonical
     fallback: int = 0  # which of the fallbacks of the stored request this is, from 1; 0: none
     fell_back_at: int = 0  # its first attempt as this fallback
+    chat: bytes = b""  # JSON: the chat and its options as the client gave them, with the mark CARRIED_CHAT; else b""
 
     @property
     def prompt_tokens(self) -> int:

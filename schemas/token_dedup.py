@@ -3,14 +3,15 @@
 Push items in stream order: the attempt rule of ``penstock.schemas.tokens`` is defined on that order. Within an attempt,
 items may be repeated, overlap or overtake each other. Each token is returned once, each choice ends once.
 
-The prompt's log-probabilities are positions of one more choice, ``PROMPT``, which starts at 1 and has no end.
+The prompt's log-probabilities are positions of one more choice, ``PROMPT``, which starts at 1 and has no end. A
+server's counts (``COUNTS``) are returned as often as they come.
 """
 
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import ANOTHER_MODEL, COUNTS, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 
 class _ChoiceCursor:
@@ -59,6 +60,8 @@ class TokenReassembler:
         for item in items:
             if item.choice == PROMPT:
                 out += self._push_prompt(item)
+            elif item.choice == COUNTS:
+                out.append(item)
             elif item.choice == WHOLE_REQUEST:
                 out += self._end_all(item)
             elif item.choice < len(self._choices) and not (choice := self._choices[item.choice]).ended:
@@ -95,6 +98,8 @@ class TokenReassembler:
         if not 0 <= item.choice < len(self._choices):
             if item.choice == PROMPT:
                 return self._push_prompt(item)
+            if item.choice == COUNTS:
+                return (item,) if self.open else ()
             if item.choice == ANOTHER_MODEL:
                 self.fallback = item.first
             return self._end_all(item) if item.choice == WHOLE_REQUEST and item.finish else ()
@@ -178,7 +183,7 @@ def replay(items: Iterable[TokenItem], n: int = 1) -> list[ChoiceProgress]:
     finishes: list[Finish | None] = [None] * n
     for item in items:
         for due in fold.push(item):
-            if due.choice == PROMPT:
+            if due.choice < 0:
                 continue
             tokens[due.choice].append(due.tokens)
             logprobs[due.choice] += due.logprobs or ()

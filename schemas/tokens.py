@@ -15,6 +15,7 @@ from penstock.schemas.wire import decoder
 
 WHOLE_REQUEST = -1  # as ``choice``: the item is about all choices
 ANOTHER_MODEL = -3  # as ``choice``: the attempt runs as fallback ``first`` of its request (see ``GenerateRequest``)
+COUNTS = -4  # as ``choice``: what a server counted of choice ``first``, see ``done.counted``
 PROMPT = -2  # as ``choice``: ``logprobs`` of the prompt's tokens ``first`` (at least 1) ..; ``tokens`` is empty
 
 

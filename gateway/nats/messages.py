@@ -30,7 +30,7 @@ from penstock.schemas.subjects import (
     HEADER_RETRY_AFTER,
     HEADER_SEQ,
 )
-from penstock.schemas.tokens import PROMPT, Finish, TokenItem
+from penstock.schemas.tokens import COUNTS, Finish, TokenItem
 
 
 class ChoiceInterleaver:
@@ -48,10 +48,12 @@ class ChoiceInterleaver:
 
     def push(self, items: Iterable[TokenItem]) -> list[TokenItem]:
         """Items in each choice's own order; returns those whose turn has come, of one token or one end each."""
-        for item in items:
-            if item.choice != PROMPT:
-                self._waiting[item.choice].extend(self._turns(item))
         out: list[TokenItem] = []
+        for item in items:
+            if item.choice >= 0:
+                self._waiting[item.choice].extend(self._turns(item))
+            elif item.choice == COUNTS:
+                out.append(item)
         while self._open and (waiting := self._waiting[self._open[self._turn]]):
             item = waiting.popleft()
             out.append(item)

@@ -352,6 +352,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
+    "request_with_its_chat": (
+        msgspec.structs.replace(
+            REQUEST,
+            chat=b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":4}',
+            sampling=requests.Sampling(logits_processors=(requests.LogitsProcessor(requests.CARRIED_CHAT),)),
+        ),
+        requests.decode,
+    ),
     "request_that_fell_back": (
         msgspec.structs.replace(REQUEST, asked="big", fallback=1, fell_back_at=2),
         requests.decode,
@@ -547,6 +555,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         done.decode,
     ),
     "done_with_reasoning": (done.Done(REQUEST.id, "tiny", 1, "w-1", usage=done.Usage(1, 20, 0, 15)), done.decode),
+    "done_that_a_server_counted": (
+        done.Done(REQUEST.id, "tiny", 1, usage=done.Usage(12, 7, 4, 5, foreign=True)),
+        done.decode,
+    ),
     "done_with_its_engine": (
         done.Done(
             REQUEST.id, "tiny", 1, timings=done.Timings(made_with=done.MadeWith("2f6c", "vllm", "penstock 0.1.0"))

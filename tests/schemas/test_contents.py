@@ -39,6 +39,7 @@ def whole_request() -> GenerateRequest:
         salt=SECRET,
         session=SECRET,
         client_body=SAID,
+        chat=SAID,
         media=(Media(SAID, "image/png", 3, 1, 2),),
         parsing=Parsing(texts={SECRET: {SECRET: True}}),
         diffusion=Diffusion("image", SECRET, 8, 8, 1, "png", negative=SECRET),

@@ -263,6 +263,7 @@ def test_of_a_request_that_is_not_stored_no_field_but_these_stays() -> None:
         salt=secret,
         session=secret,
         client_body=said,
+        chat=said,
         media=(Media(said, "image/png", 3),),
         parsing=Parsing(texts={secret: {secret: True}}),
         diffusion=Diffusion("image", secret, 8, 8, 1, "png", negative=secret),

@@ -266,3 +266,25 @@ def test_the_fallback_of_the_highest_attempt_counts_and_is_no_item_of_the_answer
     assert fold.position(0) == 1
     parts = replay([TokenItem("r", 2, ANOTHER_MODEL, 1), TokenItem("r", 2, 0, 0, pack_tokens([5]))])
     assert [list(unpack_tokens(part.tokens)) for part in parts] == [[5]]
+
+
+def test_a_servers_counts_are_returned_before_the_end_and_void_after_a_fence() -> None:
+    counts = done.counted("r", 1, 0, done.Usage(12, 7, 4))
+    fold = TokenReassembler(1)
+    assert fold.push(item(0, [0]))
+    assert list(fold.push(counts)) == [counts]
+    assert done.counts_in(counts) == done.Usage(12, 7, 4, foreign=True)
+    fold.push(fence(2))
+    assert list(fold.push(counts)) == []
+    fold.push(item(1, [10], attempt=2, finish="stop"))
+    assert list(fold.push(done.counted("r", 2, 0, done.Usage()))) == [], "nothing follows an end"
+    assert replay([item(0, [0]), counts, item(1, [10], finish="stop")])[0].tokens == pack_tokens([0, 10])
+
+
+def test_a_request_counts_its_prompt_once_and_only_as_a_server_that_counted_all_of_it() -> None:
+    first, second = done.Usage(12, 7, 4, 5, foreign=True), done.Usage(12, 2, 0, -1, foreign=True)
+    assert done.total({0: first}, 2) is None
+    assert done.total({0: first, 1: second}, 2) == done.Usage(12, 9, 0, -1, foreign=True)
+    assert done.total({WHOLE_REQUEST: first}, 2) == first
+    (counts, *_) = done.items(Done("r", "m", 1, choices=(Outcome(b"", "stop"),), usage=first))
+    assert done.total({counts.first: done.counts_in(counts)}, 1) == first

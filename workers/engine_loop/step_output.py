@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.infra.text.detokenizer import StopSearch
 from penstock.schemas import kv, wire
+from penstock.schemas.done import Usage, counted
 from penstock.schemas.errors import FALLS_BACK, Code
 from penstock.schemas.jobs import failed
 from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
@@ -46,6 +47,7 @@ class SequenceState:
         "stream",
         "token_address",
         "tokens",
+        "usage",
         "want_logprobs",
     )
 
@@ -84,6 +86,7 @@ class SequenceState:
         self.handed_off = False  # flushed, and another worker continues; set in the event loop
         self.scored_tokens = 0  # leading prompt tokens whose log-probabilities were flushed
         self.measurements: list[SequenceMeasurements] | None = None  # the engine's own timings
+        self.usage: Usage | None = None  # as a server counted; None: tokens are counted
         self.seen_ns = 0  # when ``token_pace`` looked at it last; 0: it had no token of this worker yet
         self.seen_tokens = self.first  # how many it had then
 
@@ -193,6 +196,8 @@ class StepOutput:
             sequence.cached = cached if sequence.adopted_cached < 0 else sequence.adopted_cached
             sequence.started_ns = began_ns
             self._started.append(sequence)
+        for sequence, usage in result.counted:
+            sequence.usage = usage
         for each in result.measured:
             sequence = each.key
             sequence.measurements = [*(sequence.measurements or ()), each]
@@ -244,7 +249,10 @@ class StepOutput:
         if self._scored:  # before the tokens: a reader of a sequence's first token has all of its prompt logprobs
             self._add_prompt_logprobs(flush)
         for sequence in self._dirty:
-            flush.items.setdefault(sequence.token_address, []).append(token_item(sequence))
+            items = flush.items.setdefault(sequence.token_address, [])
+            if sequence.usage is not None and sequence.finish is not None:
+                items.append(counted(sequence.request_id, sequence.attempt, sequence.index, sequence.usage))
+            items.append(token_item(sequence))
         flush.ended, self.ended = self.ended, []
         flush.started, self._started = self._started, []
         flush.pinned, self._pinned = self._pinned, []

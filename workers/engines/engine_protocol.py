@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.infra.model.adapter import AdapterFolder
 from penstock.infra.process.class_queue import StartShare
+from penstock.schemas.done import Usage
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.requests import Constraint, Sampling, Stop
@@ -127,6 +128,7 @@ class SequenceRequest(msgspec.Struct):
     share: StartShare = StartShare()  # in which it waits for its start
     salt: str = ""  # sequences with different ones share no cached KV
     no_store: bool = False  # its KV goes to no disk
+    chat: bytes = b""  # that its prompt was made of, see ``GenerateRequest``
     falls_back: bool = False  # another model may run its request, so that a failure before the first token is no loss
     patience_s: float = 0.0  # of one that falls back: for so long it waits for a busy server; 0: for as long as it may
 
@@ -192,6 +194,13 @@ class SequenceMeasurements(NamedTuple):
     preemptions: int = 0
 
 
+class SequenceCounts(NamedTuple):
+    """What a server counted of a sequence, whose tokens are not those of its output; before or with its end."""
+
+    key: object
+    usage: Usage
+
+
 class StepResult(msgspec.Struct):
     outputs: list[Output]
     events: list[KvEvent]  # of rank 0, in the order they happened
@@ -203,6 +212,7 @@ class StepResult(msgspec.Struct):
     others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
     measured: Seq[SequenceMeasurements] = ()
     handed: Seq[object] = ()  # keys of sequences of which the next worker's engine draws all tokens
+    counted: Seq[SequenceCounts] = ()
 
     @property
     def empty(self) -> bool:

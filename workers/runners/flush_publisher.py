@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from penstock.schemas import done, kv
+from penstock.schemas.tokens import COUNTS
 from penstock.workers.engine_loop.loop import EngineLoop
 from penstock.workers.engine_loop.step_output import CacheSnapshot, Flush, SequenceState
 from penstock.workers.session.request_runner import SessionContext
@@ -145,6 +146,8 @@ class FlushPublisher:
         tokens = 0
         for items in flush.items.values():
             for item in items:
+                if item.choice == COUNTS:
+                    continue
                 tokens += len(item.tokens) >> 2
                 if not item.first:  # prompt log-probabilities never begin at 0
                     running = self._requests.running.get(item.request)

@@ -214,6 +214,7 @@ def sequence_requests(
             share=share,
             salt=request.salt,
             no_store=request.no_store,
+            chat=request.chat,
             falls_back=running.falls_back,
             patience_s=request.fallback_after_s if running.falls_back else 0.0,
         )
@@ -229,9 +230,9 @@ def _trace(running: RunningRequest, role: str) -> dict[str, str] | None:
 
 
 def _sampling(request: GenerateRequest) -> Sampling:
-    """Without the names of processors that keep a request from workers that know no constraints, adapters or
-    fallbacks."""
-    if request.constraint is None and not request.lora and not request.fallback:
+    """Without the names of processors that keep a request from workers that know no constraints, adapters, fallbacks
+    or chats."""
+    if request.constraint is None and not (request.lora or request.fallback or request.chat):
         return request.sampling
     rest = tuple(each for each in request.sampling.logits_processors if each.name not in MARKS)
     return msgspec.structs.replace(request.sampling, logits_processors=rest)
@@ -305,6 +306,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
     if running.cancelled is not None:
         code, message = running.cancelled[0].value, running.cancelled[1]
     reason = "cancelled" if code == Code.cancelled else "error"
+    counts = {sequence.index: sequence.usage for sequence in running.sequences if sequence.usage is not None}
     outcomes = tuple(
         outcome or done.Outcome(sequence.tokens.tobytes(), reason)
         for outcome, sequence in zip(running.outcomes, running.sequences, strict=True)
@@ -324,7 +326,8 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
         attempt=running.attempt,
         worker=worker,
         choices=outcomes,
-        usage=done.usage_of(request, [outcome.tokens for outcome in outcomes], running.cached),
+        usage=(done.total(counts, request.n) if counts else None)
+        or done.usage_of(request, [outcome.tokens for outcome in outcomes], running.cached),
         timings=done.Timings(
             created_ns=request.created_ns,
             routed_ns=running.routed_ns,

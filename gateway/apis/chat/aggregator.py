@@ -64,9 +64,10 @@ class AnswerAggregator:
         for item in items:
             if state.done:
                 break
-            if item.choice == PROMPT:
-                if self._prompt is not None:
+            if item.choice < 0:
+                if self._prompt is not None and item.choice == PROMPT:
                     self._prompt.take(item)
+                state.count(item)
                 continue
             self._item(state.choices[item.choice], item)
         return state.done

@@ -28,9 +28,10 @@ from penstock.gateway.base.request_bodies import CHAT
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import CONTENT, Delta
 from penstock.infra.text.parsers.registry import answer_marks, parser_for, text_stream
+from penstock.schemas.done import Usage, counts_in, total
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, Parsing
-from penstock.schemas.tokens import FAILURES, PROMPT, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import COUNTS, FAILURES, PROMPT, Finish, Logprob, TokenItem
 from penstock.schemas.wire import TOKEN_BYTES, unpack_tokens
 
 Scored = tuple[int, Logprob]  # a token and its log-probability
@@ -128,6 +129,7 @@ class AnswerState:
         self.created = request.created_ns // 1_000_000_000
         self.fingerprint = _fingerprint(request.revision)
         self.error: ServingError | None = None
+        self._counts: dict[int, Usage] = {}  # as the server says that computed the answer
         self.choices = [ChoiceState(index, request, detokenizer) for index in range(request.n)]
         self.open_choices = request.n
 
@@ -138,15 +140,29 @@ class AnswerState:
 
     @property
     def usage(self) -> UsageBody:
+        if self._counts and (counts := total(self._counts, self.request.n)) is not None:
+            return self._usage(counts.prompt, counts.completion, counts.cached)
         prompt = self.request.prompt_tokens
         completion = 0 if self.request.unanswered else sum(choice.position for choice in self.choices)
         cached = min((choice.finish.cached_tokens if choice.finish else 0 for choice in self.choices), default=0)
+        return self._usage(prompt, completion, cached)
+
+    def _usage(self, prompt: int, completion: int, cached: int) -> UsageBody:
         reasoning = CompletionTokensDetails(self.reasoning_tokens) if self.is_chat else UNSET
         return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), reasoning)
 
     @property
     def reasoning_tokens(self) -> int:
-        return sum(choice.parser.reasoning_tokens for choice in self.choices if choice.parser is not None)
+        found = sum(choice.parser.reasoning_tokens for choice in self.choices if choice.parser is not None)
+        counts = total(self._counts, self.request.n) if self._counts else None
+        if counts is None:
+            return found
+        return counts.reasoning if counts.reasoning >= 0 else min(found, counts.completion)
+
+    def count(self, item: TokenItem) -> None:
+        """Note the counts in an item, if it has some."""
+        if item.choice == COUNTS:
+            self._counts[item.first] = counts_in(item)
 
     def hides_last(self, finish: Finish | None) -> bool:
         """Whether the last token is a stop token, which is counted but not shown, like a stop string."""
@@ -232,7 +248,6 @@ class StreamRenderer:
         if request.sampling.logprobs is not None:
             self._logprobs = LogprobFormatter(detokenizer, as_ids=request.shown.tokens_as_ids)
         self._detailed = self._logprobs is not None or request.shown.token_ids or request.shown.usage
-        self._has_prompt = request.sampling.prompt_logprobs is not None
         self._echo = PromptEcho(request, detokenizer) if request.echo else None
         kind = "chat.completion.chunk" if state.is_chat else "text_completion"
         first = state if part_of is None else AnswerState(part_of, detokenizer)
@@ -304,9 +319,10 @@ class StreamRenderer:
         for item in items:
             if state.done:
                 break
-            if self._has_prompt and item.choice == PROMPT:
-                if self._echo is not None:
+            if item.choice < 0:
+                if self._echo is not None and item.choice == PROMPT:
                     self._echo.take(item)
+                state.count(item)
                 continue
             if self._echo is not None:
                 self._echo_prompt(out, self._echo)

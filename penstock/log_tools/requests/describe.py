@@ -15,7 +15,7 @@ from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import request_of
-from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, WHOLE_REQUEST
+from penstock.schemas.tokens import ANOTHER_MODEL, COUNTS, PROMPT, WHOLE_REQUEST
 from penstock.schemas.wire import unpack_tokens
 
 if TYPE_CHECKING:  # it loads slowly
@@ -96,7 +96,7 @@ def _tokens(data: bytes) -> Described:
     parts = []
     for item in batch.items:
         count = len(item.logprobs or ()) if item.choice == PROMPT else len(item.tokens) // 4
-        where = {PROMPT: " prompt", WHOLE_REQUEST: " all", ANOTHER_MODEL: " fallback"}.get(
+        where = {PROMPT: " prompt", WHOLE_REQUEST: " all", ANOTHER_MODEL: " fallback", COUNTS: " counts"}.get(
             item.choice, f"[{item.choice}]"
         )
         end = f" {item.finish.reason}" if item.finish is not None else ""

@@ -39,7 +39,7 @@ from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.schemas.done import Done, Returned
 from penstock.schemas.jobs import Decision, Job, Revoke, WorkMessage, with_candidates
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.tokens import PROMPT, TokenItem
+from penstock.schemas.tokens import COUNTS, PROMPT, TokenItem
 from penstock.schemas.transfer import Encoded, Handoff, Prefilled
 
 _OWNER_ENDS = frozenset({"released", "expired"})  # written by the owner of the blocks
@@ -197,6 +197,8 @@ class RequestTimeline:
 
     def add_tokens(self, worker: str, stored_ns: int, item: TokenItem) -> None:
         """An item of a token batch. Items of overtaken attempts count too: the timeline shows what was stored."""
+        if item.choice == COUNTS:
+            return
         count = len(item.logprobs or ()) if item.choice == PROMPT else len(item.tokens) >> 2
         finish = item.finish.reason if item.finish is not None else ""
         self._tokens.append(TokensStored(stored_ns, item.attempt, worker, item.choice, item.first, count, finish))

@@ -37,6 +37,7 @@ from penstock.workers.engines.engine_protocol import (
     Output,
     PinnedPrompt,
     Scored,
+    SequenceCounts,
     SequenceRequest,
     Started,
     StepResult,
@@ -273,6 +274,7 @@ class Seen:
     failures: list[Failure] = field(default_factory=list)
     pinned: list[PinnedPrompt] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
+    counted: list[SequenceCounts] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
         self.events += result.events
@@ -282,6 +284,7 @@ class Seen:
         begun = {output.key for output in self.outputs}
         assert not begun & {each.key for each in result.scored}, "a score comes before the first token"
         self.scored += result.scored
+        self.counted += result.counted
         self.outputs += result.outputs
 
     def of(self, key: object) -> list[Output]:
@@ -338,7 +341,7 @@ class Driver:
             finishes = [output.finish for output in seen.of(key)]
             assert not any(finishes[:-1]), finishes
             assert len([each for each in seen.started if each.key == key]) <= 1
-        for part in ("outputs", "events", "started", "failures", "pinned", "scored"):
+        for part in ("outputs", "events", "started", "failures", "pinned", "scored", "counted"):
             getattr(before, part).extend(getattr(seen, part))
         self.seen = before
         return seen

@@ -38,6 +38,7 @@ from penstock.workers.engines.engine_protocol import (
     PinnedPrompt,
     RequestError,
     Scored,
+    SequenceCounts,
     SequenceMeasurements,
     SequenceRequest,
     Started,
@@ -388,14 +389,15 @@ class ExternalEngine(Generic[C]):
         measured: list[SequenceMeasurements] = []
         others: dict[int, list[KvEvent]] = {}
         handed: list[object] = []
-        result = StepResult([], [], [], [], 0, pinned, scored, others, measured, handed)
+        counts: list[SequenceCounts] = []
+        result = StepResult([], [], [], [], 0, pinned, scored, others, measured, handed, counts)
         computed = 0
         event = self.runtime.inbox.get(WAIT_S)
         if event is None:
             self._check_silence()
         while event is not None and not isinstance(event, EngineFailed):
             if isinstance(event, SequenceUpdate):
-                computed += self._apply(event, result, pinned, scored, measured, handed)
+                computed += self._apply(event, result, pinned, scored, measured, handed, counts)
             elif isinstance(event, Slots):
                 self._slots = event.most
                 self._launch()
@@ -415,9 +417,10 @@ class ExternalEngine(Generic[C]):
         scores: list[Scored],
         measured: list[SequenceMeasurements],
         handed: list[object],
+        counts: list[SequenceCounts],
     ) -> int:
         """Add an update to the results, unless its sequence was cancelled; returns the number of computed tokens."""
-        sequence, cached, tokens, failure, opaque, scored, values, passed_on = update
+        sequence, cached, tokens, failure, opaque, scored, values, passed_on, usage = update
         if self.active.get(sequence.key) is not sequence:
             return 0
         tokens, found = self._constrained.follow(sequence.key, tokens, failure)
@@ -440,6 +443,8 @@ class ExternalEngine(Generic[C]):
             result.started.append(Started(sequence.key, cached))
         if scored is not None:
             scores.append(scored)
+        if usage is not None:
+            counts.append(SequenceCounts(sequence.key, usage))
         if values:
             measured.append(SequenceMeasurements(sequence.key, values))
         result.outputs.extend(Output(sequence.key, *token) for token in tokens)

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
+from penstock.schemas.done import Usage
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import MediaSpan, Scored, SequenceRequest
@@ -135,6 +136,7 @@ class SequenceUpdate(NamedTuple):
     """New outputs of one sequence. ``cached``: set on the first; ``opaque``: state for the next worker's engine.
 
     ``measured``: set on the last, if the request is traced. ``handed``: the next worker's engine draws its tokens.
+    ``usage``: set on the last, where a server counted.
     """
 
     sequence: ActiveSequence[Any]
@@ -145,6 +147,7 @@ class SequenceUpdate(NamedTuple):
     scored: Scored | None = None
     measured: Mapping[str, float] | None = None
     handed: bool = False
+    usage: Usage | None = None
 
 
 class Follower(Generic[A, C]):
