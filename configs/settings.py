@@ -541,9 +541,11 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         ),
     ] = -1
     mock_ranks: Annotated[Positive, about("mock: attention data-parallel ranks, each with its own cache")] = 1
-    url: Annotated[
-        str, about("openai: a server with OpenAI's API, such as http://127.0.0.1:8000; it needs /v1/completions")
-    ] = ""
+    url: Annotated[str, about("openai: a server with OpenAI's API, such as http://127.0.0.1:8000")] = ""
+    url_api: Annotated[
+        Literal["auto", "completions", "chat"],
+        about("openai: what the server is asked for; auto: completions, and chats where it has no completions"),
+    ] = "auto"
     url_model: Annotated[
         str, about("openai: the model's name there; default: the only one, or the one that is named as here")
     ] = ""

@@ -43,6 +43,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "Engines": (
             *(
                 "url",
+                "url_api",
                 "url_model",
                 "url_key_file",
                 "tensor_parallel_size",
@@ -112,6 +113,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fallback: Annotated[tuple[str, ...], _OF_GATEWAY] = _GATEWAY.fallback
     fallback_after_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.fallback_after_s
     url: Annotated[str, _OF_WORKER] = _WORKER.url
+    url_api: Annotated[Literal["auto", "completions", "chat"], _OF_WORKER] = _WORKER.url_api
     url_model: Annotated[str, _OF_WORKER] = _WORKER.url_model
     url_key_file: Annotated[str, _OF_WORKER] = _WORKER.url_key_file
     extra_engine_args: Annotated[str, _OF_WORKER] = _WORKER.extra_engine_args

@@ -223,6 +223,7 @@ class PrepareContext(NamedTuple):
         loosened: schemas by tool, in place of those of tools that are not strict and have what cannot be compiled.
         elsewhere: models that generate no text, and the path to ask them at.
         adapter: id of the LoRA adapter that was named in place of the model; "": none was.
+        carries_chat: requests carry their chat: the workers' servers take nothing else.
     """
 
     model: ModelDir
@@ -249,6 +250,7 @@ class PrepareContext(NamedTuple):
     loosened: Mapping[str, Any] = {}
     api_key: str = ""
     adapter: str = ""
+    carries_chat: bool = False
 
     def check_model(self, name: str | None) -> None:
         """

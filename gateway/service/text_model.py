@@ -32,6 +32,7 @@ from penstock.schemas.fleet import (
     revisions,
     run_together,
 )
+from penstock.schemas.requests import CARRIED_CHAT
 
 log = structlog.get_logger("gateway")
 
@@ -198,6 +199,7 @@ class TextModel:
         self._adapted: dict[str, PrepareContext] = {}  # by id of the adapter, of ``_context``
         self._has_generated = self.configured  # a worker has been ready for it
         self._card = Card()
+        self._carries_chat = False
         self._parsers: ParserNames | None = None  # None: neither a worker nor the template has said
         self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
         self._unknown: set[str] = set()  # parsers, likewise
@@ -398,6 +400,9 @@ class TextModel:
         settings = self._settings
         parsers = self._agreed(model, used)
         workers = [each for each in used if each.role not in NO_TOKENS]  # others cannot say what an output may be
+        if workers:  # as the one says whose parsers count
+            first = min(workers, key=lambda each: (each.epoch, each.worker))
+            self._carries_chat = CARRIED_CHAT in first.logits_processors
         return PrepareContext(
             model,
             self._names,
@@ -416,6 +421,7 @@ class TextModel:
             no_store=settings.always_no_store,
             reasoning_fields="" if settings.reasoning_fields == "auto" else settings.reasoning_fields,
             elsewhere=self._elsewhere(),
+            carries_chat=self._carries_chat,
         )
 
     def _agreed(self, model: ModelDir, workers: list[Registration]) -> ParserNames:

@@ -200,7 +200,9 @@ def resolve_constraint(
         ServingError: several constraints, one beyond a limit, one that the model's formats cannot express, or no worker
             applies any.
     """
-    asked = _content(body)
+    if context.carries_chat:
+        return None  # the server applies it
+    asked = asked_of_content(body)
     field, constraint = asked if asked is not None else ("", None)
     tools: tuple[Tool, ...] = ()
     if isinstance(body, ChatCompletionRequest):
@@ -236,7 +238,7 @@ def _special_text(asked: Asked | None, tools: Sequence[Tool], context: PrepareCo
     return next((each for each in special if any(each in text for text in texts)), "")
 
 
-def _content(body: ChatCompletionRequest | CompletionRequest) -> Asked | None:
+def asked_of_content(body: ChatCompletionRequest | CompletionRequest) -> Asked | None:
     """What the content must match, and the field that says so.
 
     Raises:

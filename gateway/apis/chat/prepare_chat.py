@@ -20,6 +20,7 @@ from penstock.gateway.apis.chat.bodies import (
     parse_chat,
     parse_completion,
 )
+from penstock.gateway.apis.chat.carried_chat import carried_chat, shown_as_text
 from penstock.gateway.apis.chat.constraint import Wanted, resolve_constraint
 from penstock.gateway.apis.chat.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
 from penstock.gateway.base.request_bodies import (
@@ -37,13 +38,13 @@ from penstock.gateway.base.request_bodies import (
     unsupported,
 )
 from penstock.infra.model.defaults import BARRED
-from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE
 from penstock.infra.text.parsers.registry import answer_parsing, thought_tokens
 from penstock.schemas.block_hashes import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import (
     ADAPTER,
+    CARRIED_CHAT,
     MARKS,
     TEXT_ONLY,
     GenerateRequest,
@@ -131,7 +132,8 @@ def prepare_chat(
     if not isinstance(body, ChatCompletionRequest):
         body = parse_chat(body)
     context.check_model(body.model)
-    prompt = truncated(chat_prompt(body, context), body, context)
+    shown = shown_as_text(body, context) if context.carries_chat else body
+    prompt = truncated(chat_prompt(shown, context), body, context)
     options = resolve_options(
         body, prompt.tokens, prompt.min_tokens, context, seed
     )  # before media are fetched for an invalid body
@@ -149,7 +151,7 @@ def count_prompt(body: ChatCompletionRequest, context: PrepareContext) -> int:
         ServingError: the chat cannot be served; names the field and the limit.
     """
     context.check_model(body.model)
-    return chat_prompt(body, context).min_tokens
+    return chat_prompt(shown_as_text(body, context) if context.carries_chat else body, context).min_tokens
 
 
 def attach_media(
@@ -188,6 +190,8 @@ def prepare_completion(
     """
     body = parse_completion(data)
     context.check_model(body.model)
+    if context.carries_chat:
+        raise unsupported("prompt", "this model's server takes chats only; use POST /v1/chat/completions")
     prompt = truncated(completion_prompt(body, context), body, context)
     options = resolve_options(body, prompt.tokens, prompt.min_tokens, context, seed)
     return _prepared(body, COMPLETION, prompt.tokens, options, context, now_ns=now_ns, request_id=request_id)
@@ -272,6 +276,9 @@ def _prepared(
         constraint=options.wanted.constraint if options.wanted is not None else None,
         shown=_shown(body),
         api_key=context.api_key,
+        chat=carried_chat(body, _asked_tokens(body) or _usual_tokens(context) or None)
+        if context.carries_chat and isinstance(body, ChatCompletionRequest)
+        else b"",
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return PreparedRequest(request, len(tokens), bool(body.stream), usage, wanted=options.wanted)
@@ -301,15 +308,15 @@ def resolve_options(
         ServingError: no room for output, an id outside the vocabulary, an unknown logits processor, too many
             log-probabilities, a constraint that cannot be applied.
     """
-    stop = _stop(body, _max_tokens(body, prompt_tokens, context), context.model)
+    stop = _stop(body, _max_tokens(body, prompt_tokens, context), context)
     parsing = _parsing(body, tokens, context)
     wanted = resolve_constraint(body, parsing, context)
     sampling = _sampling(body, prompt_tokens, context, seed)
     if wanted is not None:
         processors = (*sampling.logits_processors, *map(LogitsProcessor, wanted.marks))
         sampling = msgspec.structs.replace(sampling, logits_processors=processors)
-    if context.adapter:
-        processors = (*sampling.logits_processors, LogitsProcessor(ADAPTER))
+    if marks := [name for name, on in ((ADAPTER, context.adapter), (CARRIED_CHAT, context.carries_chat)) if on]:
+        processors = (*sampling.logits_processors, *map(LogitsProcessor, marks))
         sampling = msgspec.structs.replace(sampling, logits_processors=processors)
     return GenerationOptions(stop, sampling, wanted, parsing)
 
@@ -332,7 +339,7 @@ def _parsing(
         prompt_end,
         one_call=body.parallel_tool_calls is False,
         begins=body.add_generation_prompt is not False,
-        prefilled=_text_of(body.messages[-1]) if body.continue_final_message else None,
+        prefilled=_text_of(body.messages[-1]) if body.continue_final_message and not context.carries_chat else None,
     )
     if parsing is None:
         return None
@@ -359,11 +366,19 @@ def _text_of(message: ChatMessage) -> str:
     return content or ""
 
 
-def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:
+def _asked_tokens(body: ChatCompletionRequest | CompletionRequest) -> int | None:
     if isinstance(body, ChatCompletionRequest):
-        asked = body.max_completion_tokens or body.max_tokens
-    else:
-        asked = 1 if body.max_tokens == 0 else body.max_tokens  # an echo alone still runs the model on the prompt
+        return body.max_completion_tokens or body.max_tokens
+    return 1 if body.max_tokens == 0 else body.max_tokens  # an echo alone still runs the model on the prompt
+
+
+def _usual_tokens(context: PrepareContext) -> int:
+    """Of an answer whose body sets no limit; 0: as many as fit."""
+    return context.default_max_tokens or context.model.defaults.max_tokens
+
+
+def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:
+    asked = _asked_tokens(body)
     limit = context.max_model_len
     if not prompt_tokens:
         raise invalid("prompt", "prompt is empty; it must have at least 1 token")
@@ -371,8 +386,7 @@ def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: 
         raise prompt_too_long(f"{prompt_tokens} tokens, which leaves no room for output", limit)
     if asked is None:
         rest = limit - prompt_tokens
-        usual = context.default_max_tokens or context.model.defaults.max_tokens
-        return min(usual, rest) if usual else rest
+        return min(_usual_tokens(context) or rest, rest)
     if prompt_tokens + asked > limit:
         raise ServingError(
             Code.context_length_exceeded,
@@ -383,14 +397,14 @@ def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: 
     return asked
 
 
-def _stop(body: TextOptions, max_tokens: int, model: ModelDir) -> Stop:
+def _stop(body: TextOptions, max_tokens: int, context: PrepareContext) -> Stop:
     """
     Raises:
         ServingError: a stop token is outside the vocabulary.
     """
-    stop, defaults = body.stop, model.defaults
+    stop, model, defaults = body.stop, context.model, context.model.defaults
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    token_ids = tuple(body.stop_token_ids or ())
+    token_ids = () if context.carries_chat else tuple(body.stop_token_ids or ())  # the server's ids are of its own
     if token_ids and max(token_ids) >= model.vocab_size:
         raise invalid("stop_token_ids", f"stop_token_ids has {max(token_ids)}; ids must be below {model.vocab_size}")
     return Stop(
@@ -414,10 +428,10 @@ def _sampling(
     """
     model = context.model
     default = model.sampling
-    bias = body.logit_bias or {}
+    bias = {} if context.carries_chat else body.logit_bias or {}
     if bias and max(bias) >= model.vocab_size:
         raise invalid("logit_bias", f"logit_bias has token id {max(bias)}; ids must be below {model.vocab_size}")
-    if model.defaults.barred:
+    if model.defaults.barred and not context.carries_chat:
         bias = bias | dict.fromkeys(model.defaults.barred, BARRED)
     return Sampling(
         temperature=_given(body.temperature, default.temperature),

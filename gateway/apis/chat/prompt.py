@@ -29,7 +29,7 @@ from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import Media
 
 # type of content part -> field with the URL
-_MEDIA_FIELDS = {
+MEDIA_FIELDS = {
     "image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds", "video_url": "video_url"
 }  # fmt: skip
 _KNOWN_PARTS = "use 'text', 'image_url', 'image_embeds' or 'video_url'"
@@ -63,7 +63,7 @@ def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
         if not isinstance(message.content, list):
             continue
         for i, part in enumerate(message.content):
-            if name := _MEDIA_FIELDS.get(part.type):
+            if name := MEDIA_FIELDS.get(part.type):
                 value: MediaUrl | str = getattr(part, name)
                 url = value if isinstance(value, str) else value.url
                 field = f"messages[{number}].content[{i}].{name}"
@@ -112,7 +112,7 @@ def _check_part(field: str, role: str, part: ContentPart) -> None:
     if part.type == "text":
         if part.text is None:
             raise invalid(f"{field}.text", f"{field}.text is missing")
-    elif name := _MEDIA_FIELDS.get(part.type):
+    elif name := MEDIA_FIELDS.get(part.type):
         if getattr(part, name) is None:
             raise invalid(f"{field}.{name}", f"{field}.{name} is missing")
         if role not in ("user", "tool"):

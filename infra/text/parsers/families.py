@@ -18,6 +18,7 @@ import msgspec
 from penstock.schemas.fleet import AUTO, NONE
 
 PACKAGED = Path(__file__).with_name("families.toml")
+PARSED = "parsed"  # the family in whose marks workers write what a server has parsed
 CHANNELS = "channels"  # thoughts, content and calls are messages of one format (harmony)
 
 
