@@ -229,6 +229,7 @@ MEANINGS = {
     "server_refuses": (
         "the server of `--engine openai` refuses the worker itself, for example its key; the request failed"
     ),
+    "server_has_chats_only": "the server of `--engine openai` has no completions, so it is asked for chats",
     "server_ready": "the server of `--engine openai` answers, and what it can do",
     "sleep_refused": "a worker was asked to sleep and cannot, or requests still run; `error` says why",
     "streams_made_again": "the broker had lost its store; `up` or `nats` made the streams again",

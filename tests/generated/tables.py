@@ -220,7 +220,7 @@ def _calls(form: CallFormat | None) -> str:
 
 def _code(text: str) -> str:
     """A text as code."""
-    shown = text.strip().replace("\n", " ")
+    shown = text.strip().replace("\n", " ").replace("\x10", "\N{SYMBOL FOR DATA LINK ESCAPE}")
     return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
 
 

@@ -1,7 +1,12 @@
-"""Workers of ``--engine openai``: another deployment's gateways are the servers, and one of them is lost."""
+"""Workers of ``--engine openai``: another deployment's gateways are the servers, and one of them is lost.
+
+They are asked for completions, and by the workers of another model for chats.
+"""
 
 import os
 import signal
+from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -15,17 +20,19 @@ BODY = {"model": MODEL_NAME, "prompt": [20, 21, 22, 23], "temperature": 0, "igno
 
 @pytest.fixture(scope="module")
 def far(new_deployment: NewDeployment) -> Deployment:
-    """The servers: two gateways of one deployment, whose worker takes its time."""
-    return new_deployment("--mock-speedup", "0.5", "--gateways", "2")
+    """The servers: three gateways of one deployment, whose worker takes its time."""
+    return new_deployment("--mock-speedup", "0.5", "--gateways", "3")
 
 
 @pytest.fixture(scope="module")
 def near(far: Deployment, new_deployment: NewDeployment) -> Deployment:
-    """One worker for each server."""
+    """Two workers for each server."""
     made = new_deployment("--workers", "0", "--model", str(MODEL))
     for url in far.urls:
         flags = ("--engine", "openai", "--url", url, "--model", str(MODEL))
         made.also("worker", *flags, PENSTOCK_URL_KEY="unused").wait_for("worker_registered")
+        flags += ("--url-api", "chat", "--url-model", MODEL_NAME, "--served-model-name", "chats")
+        made.also("worker", *flags).wait_for("worker_registered")
     return made
 
 
@@ -50,20 +57,56 @@ async def test_answers_are_those_of_the_server_with_its_log_probabilities(
                 assert (mine_of["logprobs"] or {}).get("tokens") == (theirs_of["logprobs"] or {}).get("tokens")
 
 
-async def test_a_lost_servers_answer_goes_on_at_another_from_what_was_sent(
+HI = [{"role": "user", "content": "when I wait"}]
+CHAT = {"model": "chats", "messages": HI, "temperature": 0, "ignore_eos": True}
+
+
+async def test_chats_are_those_of_the_server_and_counted_as_it_counts(
     far: Deployment, near: Deployment, http: httpx.AsyncClient
 ) -> None:
-    body = BODY | {"max_tokens": 150}
-    async with httpx.AsyncClient(base_url=far.urls[0], trust_env=False, timeout=60) as server:
-        whole = (await server.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    async with http, httpx.AsyncClient(base_url=far.urls[0], trust_env=False, timeout=60) as server:
+        body = CHAT | {"max_tokens": 12}
+        mine = (await http.post("/v1/chat/completions", json=body)).raise_for_status().json()
+        theirs = (
+            (await server.post("/v1/chat/completions", json=body | {"model": MODEL_NAME})).raise_for_status().json()
+        )
+        assert mine["choices"][0]["message"]["content"] == theirs["choices"][0]["message"]["content"]
+        assert mine["choices"][0]["finish_reason"] == theirs["choices"][0]["finish_reason"] == "length"
+        assert mine["usage"]["prompt_tokens"] == theirs["usage"]["prompt_tokens"]
+        assert mine["usage"]["completion_tokens"] == theirs["usage"]["completion_tokens"] == 12
+        refused = await http.post("/v1/completions", json=BODY | {"model": "chats"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
+        record = (await http.get(f"/v1/requests/{mine['id']}")).json()
+        assert record["output_tokens"] == 12
+
+
+async def serving(far: Deployment) -> int:
+    """Which of the servers has a request."""
+    found = []
+    for at, url in enumerate(far.urls):
+        with suppress(httpx.TransportError):  # another test has killed it
+            found += [at] if (await metrics(url))[OPEN] else []
+    (one,) = found
+    return one
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)], ids=["completions", "chats"]
+)
+async def test_a_lost_servers_answer_goes_on_at_another_from_what_was_sent(
+    far: Deployment, near: Deployment, http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    body = body | {"max_tokens": 150}
     gateways = {each.name: each.pid for each in far.state.processes if each.role == "gateway"}
-    async with http, http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-        raw, killed = b"", False
-        async for part in answer.aiter_bytes():
-            raw += part
-            if raw.count(b"\n\n") > 20 and not killed:
-                killed = True
-                [serving] = [at for at, url in enumerate(far.urls) if (await metrics(url))[OPEN]]
-                os.kill(gateways[sorted(gateways)[serving]] or 0, signal.SIGKILL)
+    async with http:
+        choice = (await http.post(path, json=body)).raise_for_status().json()["choices"][0]
+        whole = choice["text"] if "text" in choice else choice["message"]["content"]
+        async with http.stream("POST", path, json=body | {"stream": True}) as answer:
+            raw, killed = b"", False
+            async for part in answer.aiter_bytes():
+                raw += part
+                if raw.count(b"\n\n") > 20 and not killed:
+                    killed = True
+                    os.kill(gateways[sorted(gateways)[await serving(far)]] or 0, signal.SIGKILL)
     assert joined(parse_sse(raw)) == whole
     assert killed

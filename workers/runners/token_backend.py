@@ -15,8 +15,10 @@ from penstock.infra.model.embedding_model import is_encoder
 from penstock.infra.model.weight_files import elsewhere
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.text.parsers import families
+from penstock.infra.text.parsers.families import PARSED
 from penstock.schemas import block_hashes
-from penstock.schemas.fleet import TensorSource
+from penstock.schemas.fleet import AUTO, TensorSource
+from penstock.schemas.requests import CARRIED_CHAT
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.engine_loop.engine_thread import EngineThread
 from penstock.workers.engine_loop.loop import EngineLoop
@@ -156,14 +158,17 @@ class TokenBackend:
         settings, described = self._settings, self._described
         names = served_names(settings.served_model_name) or (described.name,)
         template = described.template.suited(tools=True).source if described.template is not None else ""
+        parsers = [settings.reasoning_parser, settings.tool_call_parser]
+        if CARRIED_CHAT in self._info.logits_processors:  # its server parses, by the template of the server's own
+            parsers = [PARSED if each == AUTO else each for each in parsers]
         return ServedModel(
             names[0],
             names[1:],
             described.revision,
             described.detokenizer,
             connection,
-            families.reasoning_parser(settings.reasoning_parser, template),
-            families.tool_call_parser(settings.tool_call_parser, template),
+            families.reasoning_parser(parsers[0], template),
+            families.tool_call_parser(parsers[1], template),
             described.tokenizer_digest,
             modeldir.source_of(settings.model, described.path),
         )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from penstock.schemas.done import Usage
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
@@ -13,7 +14,7 @@ from penstock.workers.engines.external.sampling import bias, check_sampling, gre
 from penstock.workers.engines.external.sequences import MISSING, Token
 
 TAIL = 8  # tokens before a piece of text that may change how it is written
-_SEEDS = (1 << 31) - 1  # of the smallest integers that servers take
+SEEDS = (1 << 31) - 1  # of the smallest integers that servers take
 
 
 class ServerAbilities(NamedTuple):
@@ -30,12 +31,29 @@ class ServerAbilities(NamedTuple):
     sends_ids: bool
     max_model_len: int = 0  # that it says; 0: it does not
     takes_salt: bool = False  # ``cache_salt``, which keeps the caches of tenants apart
-    refuses: frozenset[str] = frozenset()  # of ``OPTIONAL``
+    refuses: frozenset[str] = frozenset()  # of ``OPTIONAL``, or ``CHAT_OPTIONAL``
+    chat: bool = False  # it is asked for chats, not for completions
+    limit: str = "max_tokens"  # the name of that in a chat
+    named: frozenset[str] = frozenset()  # flags that name a format of the model's, as which its answers are read here
+    schemas: bool = False  # an answer that matches a JSON schema
+    continues: Mapping[str, bool] | None = None  # fields by which it continues a chat's last message; None: it does not
 
 
 # Options beyond OpenAI's that models have defaults for, each with a value to ask with. A server that refuses a name is
 # not sent it: it would refuse every request of such a model.
 OPTIONAL: Mapping[str, Any] = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+
+
+# The same of chats. Some models take no temperature, and some servers refuse what they do not know.
+CHAT_OPTIONAL: Mapping[str, Any] = {
+    **OPTIONAL,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "seed": 1,
+    "stream_options": {"include_usage": True},
+}
 
 
 class BadAnswer(Exception):
@@ -75,7 +93,7 @@ def body_of(
         "prompt": tokens if abilities.takes_ids else text_of(tokenizer, tokens),
         "max_tokens": stop.max_tokens - len(said),
         "stream": True,
-        "seed": seed_of(sampling.seed, request.choice, len(said)) & _SEEDS,
+        "seed": seed_of(sampling.seed, request.choice, len(said)) & SEEDS,
     }
     body |= {"temperature": 0.0} if greedy(sampling) else shape(sampling)
     if not body.get("top_k", 1):
@@ -123,6 +141,19 @@ def tokens_of(tokenizer: Tokenizer, before: Seq[int], text: str) -> list[int]:
     raise BadAnswer(f"the tokenizer of the model does not write {text[:80]!r}, which its server sent")
 
 
+def ended(new: list[Token], reason: str, eos: Seq[int]) -> list[int]:
+    """End an answer, whose last tokens are these, for a reason; returns the ids of tokens that this takes.
+
+    The server has not sent the token that ended it, or counts tokens in another way.
+    """
+    if reason == "length" and new:
+        new[-1] = new[-1]._replace(finish="length")
+        return []
+    end = eos[0] if eos else 0
+    new.append(Token(end, "stop", None, end) if reason == "stop" else Token(end, "length"))
+    return [end]
+
+
 class CompletionReader:
     """Chunks of one sequence's answers → its tokens, each once, and its end.
 
@@ -133,7 +164,10 @@ class CompletionReader:
         said: with those of this answer.
         finished: the sequence has ended.
         aborted: what the server called it when it gave up, behind what it has sent; "": it has not.
+        usage: as the server counted; None: tokens are counted here.
     """
+
+    usage: Usage | None = None
 
     def __init__(self, request: SequenceRequest, said: Seq[int], abilities: ServerAbilities, info: EngineInfo,
                  tokenizer: Tokenizer) -> None:  # fmt: skip
@@ -174,14 +208,12 @@ class CompletionReader:
             if reason not in ("stop", "length"):
                 raise BadAnswer(f"the server ended the answer with {str(reason)[:80]!r}")
             self.finished = True
-            if reason == "length" and new:
-                new[-1] = new[-1]._replace(finish="length")
-                return new
-            # The server has not sent the token that ended it, or counts tokens in another way.
-            end = self._eos[0] if self._eos else 0
-            new.append(Token(end, "stop", None, end) if reason == "stop" else Token(end, "length"))
-            self.said.append(end)
+            self.said += ended(new, reason, self._eos)
         return new
+
+    def end(self) -> list[Token]:
+        """Nothing follows: what ends the sequence then; empty: it has not ended."""
+        return []
 
     def _ids(self, choice: Mapping[str, Any]) -> list[int]:
         if self._abilities.sends_ids:

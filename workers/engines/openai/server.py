@@ -20,19 +20,33 @@ import httpx
 import msgspec
 import structlog
 from prometheus_client.registry import Collector
+from tokenizers import Tokenizer
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.errors import Code
+from penstock.schemas.fleet import AUTO
 from penstock.schemas.kv import KvEvent
+from penstock.schemas.requests import CARRIED_CHAT
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest, VisionEngine
 from penstock.workers.engines.external.engine import BlockCounts, ExternalEngine, Slots
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
-from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate
+from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate, Token
+from penstock.workers.engines.openai.chat import (
+    BY_FLAGS,
+    LOST,
+    ChatReader,
+    can_continue,
+    chat_body_of,
+    check_chat,
+    check_marks,
+    continues,
+)
 from penstock.workers.engines.openai.protocol import (
+    CHAT_OPTIONAL,
     OPTIONAL,
     BadAnswer,
     CompletionReader,
@@ -44,10 +58,14 @@ from penstock.workers.engines.openai.protocol import (
 
 log = structlog.get_logger("engine")
 
+COMPLETIONS, CHATS = "completions", "chat/completions"
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "probe", "schema": {"type": "object"}}}
+LEAST_TOKENS = 16  # that a model which thinks needs to answer at all
 KEY_VARIABLE = "PENSTOCK_URL_KEY"
 CONNECT_S = 10.0
 SILENT_S = 600.0  # between two pieces of an answer, and before the first: the server has a queue of its own
 ANSWERS_S = 5.0  # within which a server that is there lists its models
+PROBE_S = 30.0  # within which one that works answers a question of one token
 TRIES = 3  # of a connection that breaks without a token in between
 MOST_DIGITS = 10  # of a Retry-After in seconds
 OF_REQUESTS = (400, 413, 422)  # statuses by which a server refuses what it was sent, and not who asks it or where
@@ -142,21 +160,23 @@ class CompletionServer:
         except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ServerLost(f"{self.url}/models: {error!r}") from error
 
-    async def complete(self, **body: Any) -> dict[str, Any]:
-        """A whole answer.
+    async def complete(self, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+        """A whole answer; of one that is streamed, nothing.
 
         Raises:
             CompletionRefused, ServerBusy, ServerLost: there is none.
         """
         try:
-            answer = await self.http.post(f"{self.url}/completions", content=_json(body))
+            answer = await self.http.post(f"{self.url}/{path}", content=_json(body))
         except httpx.HTTPError as error:
             raise ServerLost(repr(error)) from error
         _raise(answer, answer.content)
+        if body.get("stream"):
+            return {}
         try:
             return msgspec.json.decode(answer.content, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise ServerLost(f"{self.url}/completions answers with no completion: {error}") from error
+            raise ServerLost(f"{self.url}/{path} answers with no completion: {error}") from error
 
 
 def _raise(answer: httpx.Response, content: bytes) -> None:
@@ -175,22 +195,32 @@ def _raise(answer: httpx.Response, content: bytes) -> None:
     raise CompletionRefused(answer.status_code, said)
 
 
-async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -> ServerAbilities:
+async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir, api: str = "auto") -> ServerAbilities:
     """
     Args:
         wanted: the model's name there; "": the only one, or the one that is named as here.
+        api: "completions", "chat", or "auto": completions, else chats.
     Raises:
-        BadArguments: the server has not one such model, or no completions.
+        BadArguments: the server has not one such model, or not this API.
         ServerBusy, ServerLost: it does not answer now.
     """
     there = await server.models()
     name = wanted or (next(iter(there)) if len(there) == 1 else model.name)
     if name not in there:
         raise BadArguments([f"--url-model {name}: {server.url} has {', '.join(sorted(there)) or 'no model'}"])
+    if api == "chat":
+        return await chat_abilities_of(server, name, there[name])
     try:
         probe = await server.complete(model=name, prompt=PROBE, max_tokens=1, temperature=0.0)
     except CompletionRefused as error:
-        raise BadArguments([f"--url: {server.url}/completions takes no prompt ({error}); it is needed"]) from error
+        problem = f"--url: {server.url}/{COMPLETIONS} takes no prompt ({error})"
+        if api != "auto" or error.status in (401, 403):
+            raise BadArguments([problem]) from error
+        log.info("server_has_chats_only", url=server.url, reason=str(error))
+        try:
+            return await chat_abilities_of(server, name, there[name])
+        except BadArguments as neither:
+            raise BadArguments([problem, *neither.problems]) from error
     counted = int((probe.get("usage") or {}).get("prompt_tokens") or 0)
     encoded = [len(model.tokenizer.encode(PROBE, add_special_tokens=special).ids) for special in (True, False)]
     takes_ids, sends_ids, ids = counted in encoded, False, model.tokenizer.encode(PROBE).ids
@@ -221,6 +251,53 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir) -
         refuses = frozenset([option for option, value in OPTIONAL.items() if not await takes(**{option: value})])
         log.warning("options_left_out", options=sorted(refuses), reason="the server refuses them")
     return ServerAbilities(name, takes_ids, sends_ids, there[name], takes_salt, refuses)
+
+
+async def chat_abilities_of(server: CompletionServer, name: str, max_model_len: int) -> ServerAbilities:
+    """
+    Args:
+        name: of the model.
+    Raises:
+        BadArguments: it takes no chat.
+        ServerBusy, ServerLost: it does not answer now.
+    """
+    question = {"role": "user", "content": "What is 3 - 2? Answer with one digit."}
+    limit: dict[str, int] = {"max_tokens": 1}
+
+    async def prompt_tokens(*messages: dict[str, str], **options: Any) -> int:
+        answer = await server.complete(CHATS, model=name, messages=messages, **limit, **options)
+        return int((answer.get("usage") or {}).get("prompt_tokens") or 0)
+
+    async def takes(*messages: dict[str, str], **options: Any) -> int:
+        """The tokens of the prompt, or -1 where they are not said; 0: it is refused."""
+        try:
+            return await prompt_tokens(*messages, **options) or -1
+        except (CompletionRefused, ServerFault):  # some fail on what they do not know
+            return 0
+
+    try:
+        answer = await prompt_tokens(question)
+    except CompletionRefused as error:
+        limit = {"max_completion_tokens": LEAST_TOKENS}  # its newer name, which newer models demand
+        try:
+            answer = await prompt_tokens(question)
+        except CompletionRefused:
+            raise BadArguments([f"--url: {server.url}/{CHATS} takes no chat ({error})"]) from error
+
+    async def taken(options: dict[str, Any]) -> bool:
+        return bool(await takes(question, **options, **({"stream": True} if "stream_options" in options else {})))
+
+    refuses = frozenset[str]()
+    if not await taken(dict(CHAT_OPTIONAL)):
+        refuses = frozenset([option for option, value in CHAT_OPTIONAL.items() if not await taken({option: value})])
+        log.warning("options_left_out", options=sorted(refuses), reason="the server refuses them")
+    begun = {"role": "assistant", "content": "1"}
+    how = continues(answer, await takes(question, begun, **BY_FLAGS), await takes(question, begun))
+    return ServerAbilities(
+        name, takes_ids=False, sends_ids=False, max_model_len=max_model_len, refuses=refuses, chat=True,
+        takes_salt=await taken({"cache_salt": "probe"}), limit=next(iter(limit)), continues=how,
+        schemas=await taken({"response_format": SCHEMA}),
+    )  # fmt: skip
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -256,14 +333,14 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         runtime: EngineRuntime[None],
         info: EngineInfo,
         abilities: ServerAbilities,
-        model: ModelDir,
+        tokenizer: Tokenizer,
         window: ConcurrencyWindow,
     ) -> None:
         super().__init__(runtime)
         self._server: CompletionServer = runtime.llm
         self._info = info
         self._abilities = abilities
-        self._tokenizer = model.tokenizer
+        self._tokenizer = tokenizer
         self._window = window
         self._running = 0
         self._received = 0  # tokens, of all sequences
@@ -307,7 +384,9 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 log.warning("server_connection_lost", error=repr(error), tokens=len(reader.said), tries=tries)
                 there = await self._is_there()
                 lost_to_others = sequence.call.falls_back and not reader.said and isinstance(error, ServerFault)
-                fails_on_this = tries >= TRIES and (self._received > received or isinstance(error, AnswerAborted))
+                fails_on_this = there and tries >= TRIES
+                if fails_on_this and self._received == received and not isinstance(error, AnswerAborted):
+                    fails_on_this = await self._answers()
                 if there and (lost_to_others or fails_on_this):
                     self._fail(sequence, Code.engine_error, FAILS)
                     return
@@ -319,6 +398,9 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 self._fail(sequence, Code.engine_error, "the worker could not ask its server; its log has the error")
                 raise  # into the log
             said = reader.said
+            if said and self._abilities.chat and not can_continue(said, self._abilities, self._tokenizer):
+                self._fail(sequence, Code.worker_lost, LOST.format(len(said)))
+                return
 
     def _pause_s(self) -> float:
         """How long to wait before the server is asked; 0: it may be asked now."""
@@ -333,12 +415,17 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         said = f"the server behind this worker answers {error.status} to it; the worker's log has the server's words"
         self._fail(sequence, Code.engine_error, said)
 
-    def _reader(self, request: SequenceRequest, said: Seq[int]) -> CompletionReader:
-        return CompletionReader(request, said, self._abilities, self._info, self._tokenizer)
+    def _reader(self, request: SequenceRequest, said: Seq[int]) -> CompletionReader | ChatReader:
+        of = ChatReader if self._abilities.chat else CompletionReader
+        return of(request, said, self._abilities, self._info, self._tokenizer)
 
-    async def _ask(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader) -> None:
-        body = body_of(sequence.call, reader.said, self._abilities, self._info, self._tokenizer)
-        ask = self._server.http.stream("POST", f"{self._server.url}/completions", content=_json(body))
+    async def _ask(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | ChatReader) -> None:
+        if self._abilities.chat:
+            path, body = CHATS, chat_body_of(sequence.call, reader.said, self._abilities, self._tokenizer)
+        else:
+            path = COMPLETIONS
+            body = body_of(sequence.call, reader.said, self._abilities, self._info, self._tokenizer)
+        ask = self._server.http.stream("POST", f"{self._server.url}/{path}", content=_json(body))
         self._running += 1
         began = time.monotonic()
         try:
@@ -361,11 +448,16 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                         return
                     if reader.aborted:
                         raise AnswerAborted(f"it ended the answer with {reader.aborted!r}")
+                if new := reader.end():
+                    self._report(sequence, reader, new)
+                    return
         finally:
             self._running -= 1
         raise ServerLost("the answer ended without a reason")
 
-    def _on_chunk(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader, data: bytes) -> bool:
+    def _on_chunk(
+        self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | ChatReader, data: bytes
+    ) -> bool:
         """Whether it has tokens."""
         try:
             chunk = _decode(data)
@@ -377,17 +469,37 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         if failure:
             raise ServerLost(str(failure)[:MOST_WORDS])
         self._received += len(new)
-        if new and not sequence.cancelled:
-            cached = None if sequence.responded else 0
-            sequence.responded = True
-            self._emit(SequenceUpdate(sequence, cached, new))
+        if new:
+            self._report(sequence, reader, new)
         return bool(new)
 
+    def _report(
+        self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | ChatReader, new: list[Token]
+    ) -> None:
+        if not sequence.cancelled:
+            cached = None if sequence.responded else 0
+            sequence.responded = True
+            self._emit(SequenceUpdate(sequence, cached, new, usage=reader.usage if reader.finished else None))
+
     async def _is_there(self) -> bool:
-        with contextlib.suppress(ServerLost):
-            await self._server.models()
-            return True
+        for _ in range(2):  # the first may meet a connection that the server has just closed
+            with contextlib.suppress(ServerLost):
+                await self._server.models()
+                return True
         return False
+
+    async def _answers(self) -> bool:
+        """Whether the server answers a question of one token, so that what it fails on is the request."""
+        of, question = self._abilities, [{"role": "user", "content": "1"}]
+        asked = {"messages": question, of.limit: LEAST_TOKENS} if of.chat else {"prompt": "1", "max_tokens": 1}
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._server.complete(CHATS if of.chat else COMPLETIONS, model=of.model, **asked)
+        except (CompletionRefused, ServerBusy):
+            return True
+        except (ServerLost, TimeoutError):
+            return False
+        return True
 
     def _show_window(self) -> None:
         if self._window.size != self._shown:
@@ -407,15 +519,19 @@ class OpenaiAdapter:
         info: EngineInfo,
         runtime: EngineRuntime[None],
         abilities: ServerAbilities,
-        model: ModelDir,
+        tokenizer: Tokenizer,
         window: ConcurrencyWindow,
     ) -> None:
         self._info = info
         self._abilities = abilities
-        self._follower = OpenaiFollower(runtime, info, abilities, model, window)
+        self._tokenizer = tokenizer
+        self._follower = OpenaiFollower(runtime, info, abilities, tokenizer, window)
 
     def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[SequenceRequest]:
-        check(request, self._info, self._abilities)
+        if self._abilities.chat:
+            check_chat(request, self._info, self._abilities, self._tokenizer)
+        else:
+            check(request, self._info, self._abilities)
         return ActiveSequence(request, request)
 
     def launch(self, sequence: ActiveSequence[SequenceRequest]) -> None:
@@ -476,7 +592,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
 
         async def found() -> ServerAbilities:
             try:
-                return await abilities_of(server, settings.url_model, model)
+                return await abilities_of(server, settings.url_model, model, settings.url_api)
             except BaseException:
                 await server.http.aclose()
                 raise
@@ -498,10 +614,18 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
             kv_events=False,
             load_seconds=time.perf_counter() - began,
             max_batched_tokens=settings.max_batched_tokens,
-            ignored_options=tuple(sorted(abilities.refuses)),
+            ignored_options=tuple(sorted(abilities.refuses - {"stream_options"})),
+            logits_processors=(CARRIED_CHAT,) if abilities.chat else (),
         )
         window = ConcurrencyWindow(settings.max_running)
         runtime: EngineRuntime[None] = EngineRuntime(server, None, loop, undo.pop_all())
-        adapter = OpenaiAdapter(info, runtime, abilities, model, window)
+        tokenizer = model.tokenizer
+        parsers = {"--reasoning-parser": settings.reasoning_parser, "--tool-call-parser": settings.tool_call_parser}
+        abilities = abilities._replace(named=frozenset(flag for flag, name in parsers.items() if name != AUTO))
+        if abilities.chat:  # the text of a special token in an answer is text
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())
+            tokenizer.encode_special_tokens = True
+            check_marks(tokenizer)
+        adapter = OpenaiAdapter(info, runtime, abilities, tokenizer, window)
     log.info("server_ready", url=server.url, **abilities._asdict())
     return ExternalEngine(info, runtime, adapter, slots=window.size)

@@ -10,14 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.infra.process.class_queue import StartShare
+from penstock.schemas.done import Usage
 from penstock.schemas.errors import Code
-from penstock.schemas.requests import Sampling, Stop
+from penstock.schemas.requests import CARRIED_CHAT, Sampling, Stop
 from penstock.workers.engines.engine_protocol import EngineError, SequenceRequest
 from penstock.workers.engines.openai.server import KEY_VARIABLE, from_settings
 from tests.workers.engines.contract import Driver
@@ -39,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if not body.get("stream"):
+        if self.server.probing or not body.get("stream"):
             self.server.probe(self, body)
             return
         with self.server.lock:
@@ -86,6 +88,7 @@ class Played(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.answers: list[Answer] = []
         self.probe: Answer = ids
+        self.probing = False  # streams are no answers yet
 
     @property
     def url(self) -> str:
@@ -109,6 +112,37 @@ def texts(handler: Handler, body: dict[str, Any]) -> None:
         handler.whole(200, {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 3}})
     else:
         handler.whole(400, {"error": {"message": "a prompt is a string"}})
+
+
+def chats(*refused: str, continued: int = 21, again: int = 26) -> Answer:
+    """Takes chats only, and none with the options that are refused; it counts prompts as ``continues`` reads them."""
+
+    def answer(handler: Handler, body: dict[str, Any]) -> None:
+        if "messages" not in body:
+            handler.whole(404, {"error": {"message": "this is a chat model"}})
+        elif found := [name for name in refused if name in body]:
+            handler.whole(400 if found[0] != "min_p" else 500, {"error": {"message": f"unknown {found[0]}"}})
+        elif body.get("stream"):
+            handler.stream()
+        else:
+            begun = len(body["messages"]) > 1
+            count = continued if "continue_final_message" in body else again if begun else 20
+            handler.whole(200, {"choices": [{"message": {"content": "1"}}], "usage": {"prompt_tokens": count}})
+
+    return answer
+
+
+def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}
+
+
+def ask_chat(key: object, count: int = 40, generated: tuple[int, ...] = ()) -> SequenceRequest:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": count}
+    asked = ask(key, count, generated)
+    return msgspec.structs.replace(asked, chat=json.dumps(body).encode())
 
 
 def said(*tokens: int, finish: str | None = None) -> dict[str, Any]:
@@ -140,7 +174,9 @@ def drive(far: Played, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
         def one(**options: Any) -> Driver:
             given: dict[str, Any] = {"engine": "openai", "url": far.url, "max_running": 4} | options
+            far.probing = True
             driver = Driver(from_settings(WorkerSettings(**given), modeldir.TINY))
+            far.probing = False
             undo.callback(driver.engine.close)
             return driver
 
@@ -449,7 +485,7 @@ def test_what_does_not_fit_the_server_is_said_at_the_start(far: Played, drive: C
     far.answers = [says(said(7, finish="length"))]
     assert drive(url_model="two").answer(ask(1, 1)) == [7]
     far.probe = lambda handler, body: handler.whole(404, {"error": "only chat"})
-    with pytest.raises(BadArguments, match="it is needed"):
+    with pytest.raises(BadArguments, match=r"takes no prompt.*\n.*takes no chat"):
         drive(url_model="one")
     with pytest.raises(EngineError, match="cannot be used"):
         drive(url="http://127.0.0.1:1")
@@ -543,3 +579,60 @@ def test_a_server_that_refuses_names_it_does_not_know_is_sent_none_of_them(
     asked.sampling = Sampling(temperature=0.7, top_k=20, min_p=0.1, repetition_penalty=1.05, seed=3)
     assert driver.run(asked).failures == []
     assert far.asked[0]["repetition_penalty"] == 1.05
+
+
+def text_of(tokens: list[int]) -> str:
+    return str(modeldir.load(modeldir.TINY).tokenizer.decode(tokens))
+
+
+def test_a_server_that_has_chats_only_is_asked_for_chats(far: Played, drive: Callable[..., Driver]) -> None:
+    far.probe = chats("top_k", "min_p", "max_tokens")
+    far.answers = [says(delta(role="assistant"), delta(content=" wait"), delta("stop"), USAGE)]
+    driver = drive()
+    assert driver.engine.info.logits_processors == (CARRIED_CHAT,)
+    assert driver.engine.info.ignored_options == ("min_p", "top_k"), "a server may also fail on what it does not know"
+    tokens = driver.answer(ask_chat(1))
+    assert (text_of(tokens[:-1]), tokens[-1]) == (" wait", modeldir.load(modeldir.TINY).eos_token_ids[0])
+    assert [each.usage for each in driver.seen.counted] == [Usage(9, 5, 0, foreign=True)]
+    (asked,) = far.asked
+    assert (asked["messages"], asked["max_completion_tokens"]) == ([{"role": "user", "content": "hi"}], 40)
+    assert not {"prompt", "max_tokens"} & asked.keys()
+
+
+def test_a_chat_goes_on_behind_what_came_where_the_server_continues_messages(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    far.probe = chats()
+    far.answers = [
+        says(delta(content=" wait"), delta(content=" when"), ended=False),
+        says(delta("length", content=" loudly"), USAGE),
+    ]
+    driver = drive(url_api="chat")
+    assert text_of(driver.answer(ask_chat(1))) == " wait when loudly"
+    assert far.asked[1]["messages"][-1] == {"role": "assistant", "content": " wait when"}
+    assert far.asked[1]["continue_final_message"] is True
+    assert driver.seen.counted == [], "what it counts is a part"
+
+
+@pytest.mark.parametrize("begun", [{"content": " wait"}, {"reasoning_content": "hm"}])
+def test_a_chat_that_cannot_go_on_says_so_and_one_of_which_nothing_came_starts_again(
+    far: Played, drive: Callable[..., Driver], begun: dict[str, str]
+) -> None:
+    far.probe = chats(continued=26) if "content" in begun else chats()
+    far.answers = [says(ended=False), says(delta(**begun), ended=False)]
+    driver = drive(url_api="chat")
+    (failure,) = driver.run(ask_chat(1)).failures
+    assert failure.code == Code.worker_lost
+    assert "continues no such answer" in failure.message
+    assert [len(body["messages"]) for body in far.asked] == [1, 1]
+
+
+def test_a_request_on_which_an_idle_server_fails_does_not_end_the_worker(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    far.probe = chats()
+    far.answers = [lambda handler, body: handler.whole(500, {"error": "sk-12"})] * 3 + [says(delta("stop"), USAGE)]
+    driver = drive()
+    (failure,) = driver.run(ask_chat(1)).failures
+    assert (failure.code, len(far.asked)) == (Code.engine_error, 3)
+    assert len(driver.answer(ask_chat(2))) == 1
