@@ -1,22 +1,28 @@
 """What the adapter and the pipeline cost on top of vLLM: a bare ``AsyncLLM`` loop, our engine on the same AsyncLLM, and
 clients of a whole deployment, one after the other, on the bundled demo model.
 
-``python -m tests.workers.engines.vllm.measure`` in an environment that has vLLM; no test.
+``python -m tests.workers.engines.vllm.measure`` in an environment that has vLLM; no test. With ``schemas``: how long a
+stream waits between two tokens while other requests bring schemas of 4,000 properties, compiled beside the engine's
+thread, as workers do, or in it.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from penstock.infra.model.modeldir import DEMO
+from penstock.schemas.requests import Constraint
 from tests.pipeline.support import Deployment
 from tests.workers.engines.contract import ALL, GREEDY, WORDS, Driver, ask
 
@@ -84,6 +90,63 @@ def pipeline(url: str, count: int, round: int) -> float:
     return asyncio.run(every())
 
 
+HEAVY = 4_000  # properties of a schema
+EVERY = 150  # tokens of the stream between two of them
+STREAM = 1_500  # tokens
+ROUNDS = 3
+
+
+def heavy(number: int) -> Constraint:
+    properties = {f"field_{number}_{at}": {"type": "string"} for at in range(HEAVY)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return Constraint("json_schema", json.dumps(schema))
+
+
+def gaps(engine: Any, how: str, first: int) -> list[float]:
+    """Seconds between tokens of one stream.
+
+    Args:
+        how: "without" schemas, compiled "beside" the engine's thread, or "in" it.
+        first: number of the first schema: each is new.
+    """
+    driver, at = Driver(engine), list[float]()
+    driver.engine.submit(ask(f"stream-{first}", WORDS[:64], STREAM, GREEDY))
+    number, asked, prepared = first, 0, list[tuple[str, Constraint, Future[object]]]()
+    with ThreadPoolExecutor(1) as beside:
+        while len(at) < STREAM:
+            came = len(driver.seen.of(f"stream-{first}"))
+            driver.step()
+            at += [time.perf_counter()] * (len(driver.seen.of(f"stream-{first}")) - came)
+            if how != "without" and len(at) >= EVERY * (asked + 1):
+                asked, number = asked + 1, number + 1
+                constraint = heavy(number)
+                if how == "beside":
+                    compiled = beside.submit(engine.grammars.compile, constraint)
+                    prepared.append((f"schema-{number}", constraint, compiled))
+                else:
+                    engine.submit(ask(f"schema-{number}", WORDS[:64], 8, GREEDY, constraint=constraint))
+            while prepared and prepared[0][2].done():
+                key, constraint, compiled = prepared.pop(0)
+                compiled.result()
+                engine.submit(ask(key, WORDS[:64], 8, GREEDY, constraint=constraint))
+    driver.idle()
+    assert not driver.seen.failures, driver.seen.failures
+    return [later - earlier for earlier, later in itertools.pairwise(at)]
+
+
+def schemas(engine: Any) -> None:
+    ways = ("without", "beside", "in")
+    found: dict[str, list[float]] = {how: [] for how in ways}
+    gaps(engine, "beside", 0)
+    for round in range(1, ROUNDS + 1):
+        for at, how in enumerate(ways):
+            found[how] += gaps(engine, how, 1_000 * round + 100 * at)
+    for how, each in found.items():
+        each.sort()
+        p50, p99, most = (1000 * each[int(share * (len(each) - 1))] for share in (0.5, 0.99, 1.0))
+        print(f"schemas {how:8}: p50 {p50:.1f} ms, p99 {p99:.1f} ms, longest {most:.0f} ms of {len(each)} gaps")
+
+
 def report(name: str, measure: Callable[[int, int], float]) -> None:
     for count in COUNTS:
         measure(count, 0)
@@ -94,9 +157,13 @@ def report(name: str, measure: Callable[[int, int], float]) -> None:
 def main() -> None:
     began = time.perf_counter()
     eager = '{"enforce_eager": true}'
-    engine: Any = SUBJECT.make(SUBJECT.settings(**OPTIONS, max_batched_tokens=2048, override_engine_args=eager), DEMO)
+    options = OPTIONS | ({"max_model_len": 2048} if sys.argv[1:] else {})
+    engine: Any = SUBJECT.make(SUBJECT.settings(**options, max_batched_tokens=2048, override_engine_args=eager), DEMO)
     print(f"start {time.perf_counter() - began:.1f} s", flush=True)
     try:
+        if sys.argv[1:] == ["schemas"]:
+            schemas(engine)
+            return
         report("bare", lambda count, round: bare(engine, count, round))
         report("adapter", lambda count, round: adapter(engine, count, round))
         report("bare", lambda count, round: bare(engine, count, round))
