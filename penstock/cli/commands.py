@@ -113,6 +113,7 @@ COMMANDS = {
     "health": Command("check that a process of this machine is healthy, for containers", "penstock.operate.health:run"),
     "drain": Command("take workers out of service without failing a request", "penstock.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "penstock.operate.restart:run"),
+    "weights": Command("pause, update, sleep and wake a model's weights while it runs", "penstock.operate.weights:run"),
     "dead": Command(
         "list, show and retry requests that lost their worker in every attempt",
         "penstock.operate.dead_requests:run",
@@ -265,6 +266,7 @@ SECTIONS = {
             "plan",
             "drain",
             "restart",
+            "weights",
             "streams",
             "tenants",
             "keys",

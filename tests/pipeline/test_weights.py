@@ -390,6 +390,28 @@ async def test_workers_that_sleep_are_woken_by_a_request(
     assert [(await answered(http, cache_salt=str(each)))[0] for each in range(3)] == [wanted] * 3
 
 
+async def test_the_command_changes_weights_and_shows_them(
+    deployment: Deployment, steps: dict[str, Trained], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def weights(*argv: str) -> tuple[int, str]:
+        status = await asyncio.to_thread(main, ["weights", *argv, "--data-dir", str(deployment.data_dir), "--key", KEY])
+        shown = capsys.readouterr()
+        return status, " ".join((shown.out + shown.err).split())
+
+    status, shown = await weights("update", "step-1")
+    assert status == 0
+    assert shown.count(steps["step-1"].revision) == 3, "the model's, and that of both workers"
+    assert (await weights("pause"))[1].count("paused") == 2
+    assert (await weights("resume"))[1].count("awake") == 2
+    status, shown = await weights("sleep", "--worker", "worker-1")
+    assert (status, shown.count("asleep"), shown.count("awake")) == (0, 1, 1)
+    assert (await weights("wake"))[1].count("awake") == 2
+    assert await weights("show") == (0, (await weights("resume"))[1])
+    status, shown = await weights("update", "nothing")
+    assert status == 1
+    assert "there is no model in" in shown
+
+
 async def test_only_operators_change_weights(deployment: Deployment) -> None:
     async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as anyone:
         for what in ("pause", "update_weights", "resume", "sleep", "wake"):
