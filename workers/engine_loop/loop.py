@@ -108,6 +108,10 @@ FAST_STEP_S = 0.0005
 # they would wait for its next steps, or for ``sys.setswitchinterval``.
 FIRST_TOKENS_S = 0.002
 PACE_WINDOW_S = 30.0
+# An engine that runs ahead has a step in flight when it returns the one before. The next is planned when that one is
+# about to end, so that sequences which come meanwhile are in it: this long before, and twice what planning took last.
+PLAN_EARLY_S = 0.0007
+LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 
 
 def flush_pause(items: int) -> float:
@@ -194,6 +198,9 @@ class EngineLoop:
         self._waits_for_consumer = False  # there is something to do once a flush was consumed
         self._in_flight = 1  # flushes delivered and not yet consumed; without a session, none can leave
         self._ahead = 0  # steps since the last flush
+        self._decoded_at = 0.0  # when the last step returned, by the clock; 0: it computed a prompt, or nothing
+        self._step_s = 0.0  # from the one before it
+        self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
         self._ended_error: EngineError | None = None  # ``end`` was called
@@ -344,8 +351,10 @@ class EngineLoop:
         working = engine.has_work()
         self._waits_for_consumer = working or bool(self._output)  # before ``_in_flight`` is read
         if working and self._ahead < MAX_AHEAD:
-            return self._step(engine)
+            early_s = self._plan_at - self._clock()
+            return early_s if early_s > 0 else self._step(engine)
         self.pace.waits()
+        self._plan_late(0.0, 0.0)
         if self._in_flight or not (working or self._output):
             return None
         self._flush()
@@ -376,7 +385,8 @@ class EngineLoop:
         """One step; for how many seconds a command is to be awaited behind it."""
         pause = 0.0
         began_ns, began = self._wall_ns(), self._clock()
-        self.pace.begins(began)
+        busy_from = self._waits_from or began  # the device computes while it waits to plan
+        self.pace.begins(busy_from)
         result = engine.step()
         with self._lock:
             ended = len(self._output.ended)
@@ -385,7 +395,8 @@ class EngineLoop:
             self._ahead += 1
         now = self._clock()
         decoded = bool(computed) and not result.started and result.computed_tokens == len(result.outputs)
-        self.pace.stepped(began, now, computed=bool(computed), decoded=decoded)
+        self.pace.stepped(busy_from, now, computed=bool(computed), decoded=decoded)
+        self._plan_late(now, result.launch_s if decoded else 0.0)
         if computed:
             self.steps += 1
         elif engine.blocked:
@@ -398,6 +409,23 @@ class EngineLoop:
             if self._flush(keep_events=goes_on) and goes_on:
                 pause = FIRST_TOKENS_S
         return pause
+
+    def _plan_late(self, now: float, launch_s: float) -> None:
+        """Set when the next step is planned.
+
+        Args:
+            launch_s: of the step in flight, behind one that computed no prompt; 0: it is planned at once.
+        """
+        self._waits_from = self._plan_at = 0.0
+        if not launch_s:
+            self._decoded_at = self._step_s = 0.0
+            return
+        step_s = now - self._decoded_at if self._decoded_at else 0.0
+        shorter = min(step_s, self._step_s)  # a step may have been late; sequences may have ended
+        self._decoded_at, self._step_s = now, step_s
+        wait_s = shorter - 2 * launch_s - PLAN_EARLY_S
+        if wait_s > LEAST_WAIT_S:
+            self._waits_from, self._plan_at = now, now + wait_s
 
     def _flush(self, *, keep_events: bool = False) -> bool:
         """Deliver the collected output; True: there are first tokens in it."""

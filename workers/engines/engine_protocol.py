@@ -213,6 +213,7 @@ class StepResult(msgspec.Struct):
     measured: Seq[SequenceMeasurements] = ()
     handed: Seq[object] = ()  # keys of sequences of which the next worker's engine draws all tokens
     counted: Seq[SequenceCounts] = ()
+    launch_s: float = 0.0  # to plan and launch the step that runs now; 0: none was launched before this one had ended
 
     @property
     def empty(self) -> bool:

@@ -18,7 +18,7 @@ from penstock.schemas import block_hashes, kv, wire
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
 from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import FAST_STEP_S, FIRST_TOKENS_S, MAX_AHEAD, EngineLoop, StepPace
+from penstock.workers.engine_loop.loop import FAST_STEP_S, FIRST_TOKENS_S, MAX_AHEAD, PLAN_EARLY_S, EngineLoop, StepPace
 from penstock.workers.engine_loop.step_output import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState, StepOutput
 from penstock.workers.engines import mock
 from penstock.workers.engines.engine_protocol import (
@@ -307,6 +307,66 @@ def test_a_fast_engine_lets_first_tokens_be_written_before_its_next_step(step_s:
     loop.submit([sequence(new_choice("second"), [1, 2], 99)], refuse)
     loop.flush_consumed()
     assert advance(4) == waits
+
+
+class RunsAhead(Counted):
+    """Each call returns ``step_s`` after the last one returned, however late it comes: the device is as fast."""
+
+    def __init__(self, engine: Engine, step_s: float, launch_s: float) -> None:
+        super().__init__(engine)
+        self.now = 0.0
+        self._step_s, self._launch_s = step_s, launch_s
+        self._returned = 0.0
+
+    def step(self) -> StepResult:
+        result = super().step()
+        self.now = max(self.now + self._launch_s, self._returned + self._step_s)
+        self._returned = self.now
+        result.launch_s = self._launch_s
+        return result
+
+
+def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_one_is_about_to_end() -> None:
+    made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), 0.006, 0.0005)
+    loop = EngineLoop(clock=lambda: made.now)
+    flushes: list[Flush] = []
+    loop.begin_session(flushes.append)
+    loop.submit([sequence(new_choice("long"), [1, 2], 200)], refuse)
+
+    def waits() -> list[float]:
+        """Of five steps."""
+        found, until = [], made.steps + 5
+        while made.steps < until:
+            pause = loop.advance(made)
+            while len(flushes) > 0:
+                flushes.pop()
+                loop.flush_consumed()
+            if pause:
+                found.append(pause)
+                made.now += pause
+        return found
+
+    waits()
+    assert waits() == pytest.approx([0.006 - 2 * 0.0005 - PLAN_EARLY_S] * 5)
+    before = loop.pace.busy_s, made.now
+    waits()
+    assert loop.pace.busy_s - before[0] == pytest.approx(made.now - before[1])  # the device was busy all the time
+    made.now += 0.002  # of the pause behind the last step
+    loop.submit([sequence(new_choice("new"), [3, 4], 9)], refuse)
+    steps = made.steps
+    loop.advance(made)
+    assert made.steps == steps  # the command was run, and the step is not planned for that
+    assert waits()
+
+
+def test_an_engine_whose_step_is_short_is_asked_for_the_next_one_at_once() -> None:
+    made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), 0.002, 0.0005)
+    loop = EngineLoop(clock=lambda: made.now)
+    loop.begin_session(lambda flush: None)
+    loop.submit([sequence(new_choice("long"), [1, 2], 40)], refuse)
+    pauses = [loop.advance(made) for _ in range(30)]
+    assert made.steps > 20
+    assert not any(pauses)
 
 
 def test_output_of_before_the_first_session_waits_for_it() -> None:

@@ -345,6 +345,7 @@ class ScheduledEngine:
         Raises:
             EngineError: the executor is broken; so is this engine.
         """
+        began = time.perf_counter()
         scheduler = self.scheduler
         if scheduler.blocks.host is not None:
             scheduler.blocks.host.poll()
@@ -363,7 +364,7 @@ class ScheduledEngine:
         if self._copier is not None and plan:
             self._copy(self._copier)
         if self.executor is None:
-            return self._step_overlapped(plan, scoring, failures)
+            return self._step_overlapped(plan, scoring, failures, began)
         if self._speculation is not None and plan:
             plan = self._speculation.extend(plan, scheduler)
         sampled: list[Sampled] = self.executor.execute(plan, scoring) if plan else []
@@ -413,7 +414,11 @@ class ScheduledEngine:
         disk.files.close()
 
     def _step_overlapped(
-        self, plan: list[ScheduledSequence], scoring: list[ScheduledSequence], failures: list[Failure]
+        self,
+        plan: list[ScheduledSequence],
+        scoring: list[ScheduledSequence],
+        failures: list[Failure],
+        began: float,
     ) -> StepResult:
         """Launch this plan, then wait for the previous one and commit it."""
         assert self.ahead is not None
@@ -421,11 +426,14 @@ class ScheduledEngine:
         if plan:
             self.inflight = InflightStep(plan, scoring, failures, self.ahead.launch(plan, scoring))
             failures = []
+        launch_s = time.perf_counter() - began
         if done is None:
             result = self.scheduler.commit([], [], [])
         else:
             result = self.scheduler.commit(done.plan, done.launched.result(), done.scoring)
             failures = done.failures + failures
+        if plan and done is not None:
+            result.launch_s = launch_s
         return self._result(result, failures)
 
     def compute_with(self, executor: Executor | OverlapExecutor) -> None:
