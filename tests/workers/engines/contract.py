@@ -29,7 +29,6 @@ from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import Logprob
-from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.engine_protocol import (
     Engine,
@@ -422,9 +421,9 @@ def carried_on(
     digests = names(request.prompt, request.root)
     reservation = target.engine.kv_transfer.reserve(digests, int(len(request.prompt) % BLOCK > 0), 1)
     assert reservation is not None
-    mine, theirs = source.engine.memory()["kv"], target.engine.memory()["kv"]
+    mine = source.engine.memory()["kv"]
     into = reservation.blocks + reservation.tails
-    _copy(mine, theirs, pinned.blocks[reservation.have :], into[reservation.have :])
+    copy_blocks(source, target, pinned.blocks[reservation.have :], into[reservation.have :])
     now = (ctypes.c_uint32 * mine.blocks).from_address(mine.generations)
     assert [now[block] for block in pinned.blocks] == pinned.generations
     target.engine.kv_transfer.adopt(reservation)
@@ -432,9 +431,10 @@ def carried_on(
     return target.run(msgspec.structs.replace(request, reservation=reservation))
 
 
-def _copy(source: Memory, target: Memory, blocks: Sequence[int], into: Sequence[int]) -> None:
+def copy_blocks(source: Driver, target: Driver, blocks: Sequence[int], into: Sequence[int]) -> None:
     """What a transfer does."""
-    assert source.layout == target.layout
-    size = source.block_bytes
-    for mine, theirs in zip(blocks, into, strict=True):
-        ctypes.memmove(target.base + theirs * size, source.base + mine * size, size)
+    mine, theirs = source.engine.memory()["kv"], target.engine.memory()["kv"]
+    assert mine.layout == theirs.layout
+    size = mine.block_bytes
+    for one, other in zip(blocks, into, strict=True):
+        ctypes.memmove(theirs.base + other * size, mine.base + one * size, size)

@@ -53,6 +53,7 @@ from tests.workers.engines.contract import (
     Subject,
     ask,
     carried_on,
+    copy_blocks,
     fold,
     names,
     prefilled,
@@ -895,6 +896,33 @@ def test_an_answer_that_was_interrupted_is_handed_off_again(subject: Subject, ma
     assert token == whole[4]
     seen = carried_on(subject, source, target, pinned, ask(0, PROMPT, 12, generated=whole[:5]))
     assert seen.tokens() == whole[5:]
+
+
+def test_a_prefix_that_another_engine_caches_is_read_from_it(subject: Subject, make: Make) -> None:
+    """Its content is that of its names: the answer behind it is the same, and only the rest is computed."""
+    needs(subject, HANDOFF)
+    if subject.handoff == "opaque":
+        pytest.skip("it shows nobody its cache")
+    source, target = two(make)
+    long = [*PROMPT, *PROMPT[::-1], *PROMPT]
+    whole = source.answer(ask(0, long, 12, base=b"r" * 16))
+    digests = names(long, b"r" * 16)[: (len(long) - 1) // BLOCK]
+    offered = source.engine.kv_transfer.find(digests)
+    assert len(offered.blocks) == len(digests)
+    assert source.engine.kv_transfer.pin("reader", offered) == len(digests)
+    assert source.engine.stats().pinned_blocks == len(digests)
+    assert target.engine.kv_transfer.find(digests).blocks == []
+    reservation = target.engine.kv_transfer.reserve(digests, 0, 0)
+    assert reservation is not None
+    copy_blocks(source, target, offered.blocks, reservation.blocks)
+    target.engine.kv_transfer.adopt(reservation)
+    target.engine.kv_transfer.release(reservation)
+    assert source.engine.release_pinned("reader")
+    seen = target.run(ask(0, long, 12, base=b"r" * 16))
+    assert seen.tokens() == whole
+    assert seen.cached(0) == BLOCK * len(digests)
+    source.idle()
+    target.idle()
 
 
 def test_what_is_pinned_and_dropped_is_let_go_of(subject: Subject, make: Make) -> None:

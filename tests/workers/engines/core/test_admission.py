@@ -167,6 +167,7 @@ class World:
         self.waits: dict[int, tuple[BlockWait[BlockReservation], list[int], int]] = {}
         self.coming: list[tuple[int, int, BlockReservation, list[int], int]] = []  # when, which, ...
         self.pinned: list[tuple[int, object]] = []  # until when
+        self.moving: list[tuple[int, BlockReservation]] = []  # prefixes that are read from elsewhere, until when
         self.longest = 0
         self.given_way = 0
         self.fallen_back = 0
@@ -250,10 +251,25 @@ class World:
                 self.scheduler.reservations.adopt(found)
                 self.submit(number, asked, users, found)
 
+    def move_prefixes(self) -> None:
+        """Prefixes come from other workers into the cache, and others read what is there."""
+        rng, reservations = self.random, self.scheduler.reservations
+        asked = names([rng.randint(1, 3) * 1000 + at for at in range(4 * rng.randint(1, 8))])
+        if rng.random() < 0.1 and (found := reservations.reserve(asked, 0, 0)) is not None:
+            self.moving.append((self.now + rng.randint(0, 6), found))
+        for each in [each for each in self.moving if each[0] <= self.now]:
+            self.moving.remove(each)
+            if rng.random() < 0.8:
+                reservations.adopt(each[1])
+            reservations.release(each[1])
+        if rng.random() < 0.1 and reservations.pin(key := ("reader", self.now), reservations.find(asked)):
+            self.pinned.append((self.now + 8, key))
+
     def step(self) -> None:
         self.now += 1
         self.answered()
         self.brought()
+        self.move_prefixes()
         result = self.bench.step()
         self.pinned += [(self.now + 8, one.key) for one in result.pinned]
         for until, key in [each for each in self.pinned if each[0] <= self.now]:
@@ -272,6 +288,7 @@ class World:
         tables = [each.blocks for each in scheduler.running] + scheduler.pinned.tables
         promised = {id(s.reservation): s.reservation for s in scheduler.queue.waiting.values() if s.reservation}
         promised |= {id(each[2]): each[2] for each in self.coming}
+        promised |= {id(found): found for _, found in self.moving}
         answered = [wait.answer.result() for wait, _, _ in self.waits.values() if wait.answer.done()]
         promised |= {id(found): found for found in answered if found is not None}
         tables += [each.blocks + each.tails for each in promised.values()]
@@ -295,6 +312,8 @@ def run(seed: int, requests: int = 24) -> World:
     assert not world.open, f"after {world.now} steps {world.open} have not ended"
     for _, key in world.pinned:
         world.scheduler.pinned.release(key)
+    for _, found in world.moving:
+        world.scheduler.reservations.release(found)
     stats = scheduler_stats(world.scheduler)
     assert (stats.used_blocks, stats.pinned_blocks, stats.waiting) == (0, 0, 0)
     assert (world.scheduler.reservations.expected, world.scheduler.queue.reserved) == (0, 0)
@@ -375,3 +394,75 @@ def test_never_do_more_adapters_run_than_there_are_slots_and_each_sequence_finds
         submit(bench, "last", 4, "f")
         last = bench.scheduler.by_key["last"]
         assert bench.scheduler.queue.adapters.has_room(last), "a slot is in use though nothing runs"
+
+
+# -- prefixes that other workers read
+
+
+def computed(bench: Bench, asked: list[int]) -> list[bytes]:
+    """A prompt is in the cache, and nobody holds its blocks."""
+    bench.scheduler.submit(request("first", asked, 1, root=ROOT))
+    bench.finish()
+    return names(asked)
+
+
+def test_blocks_that_are_pinned_for_a_reader_stay_until_they_are_released() -> None:
+    bench = Bench(total_blocks=10)
+    asked = computed(bench, prompt(1, 24))
+    reservations = bench.scheduler.reservations
+    found = reservations.find(asked)
+    assert reservations.pin("reader", found) == len(found.blocks) == 6
+    while bench.blocks.evict():
+        pass
+    assert reservations.find(asked) == found
+    assert bench.scheduler.pinned.release("reader")
+    while bench.blocks.evict():
+        pass
+    assert reservations.find(asked).blocks == []
+    check_pool(bench.blocks, [])
+
+
+def test_of_found_blocks_that_have_another_content_by_now_only_those_before_are_pinned() -> None:
+    bench = Bench(total_blocks=6)
+    reservations = bench.scheduler.reservations
+    found = reservations.find(computed(bench, prompt(1, 20)))
+    assert len(found.blocks) == 5
+    table = bench.blocks.take([], 3)  # the unused one, and the last two, which are evicted first
+    assert table is not None
+    bench.blocks.release(table)
+    assert reservations.pin("reader", found) == 3
+    assert [bench.blocks.generations[block] for block in found.blocks[:3]] == found.generations[:3]
+
+
+def test_no_block_is_pinned_that_running_sequences_need_to_grow() -> None:
+    bench = Bench(total_blocks=6)
+    asked = computed(bench, prompt(1, 16))
+    bench.scheduler.submit(request("runs", prompt(2, 7), 16, root=ROOT))
+    bench.step()
+    reservations = bench.scheduler.reservations
+    assert reservations.pin("reader", reservations.find(asked)) == 0
+    assert not bench.scheduler.pinned.release("reader")
+
+
+def test_a_block_that_is_evicted_while_it_is_looked_up_is_not_found() -> None:
+    """The engine thread may do so between any two reads of the thread that looks."""
+    bench = Bench(total_blocks=6)
+    asked = computed(bench, prompt(1, 16))
+    blocks = bench.blocks
+
+    class Evicting(dict[bytes, int]):
+        reads = 0
+
+        def get(self, name: bytes, default: int | None = None) -> int | None:  # type: ignore[override]
+            found = dict.get(self, name, default)
+            self.reads += 1
+            if self.reads == 5:  # of the third block, before its generation is read
+                table = blocks.take([], blocks.available)
+                assert table is not None
+                blocks.release(table)
+            return found
+
+    blocks.cache = Evicting(blocks.cache)
+    found = bench.scheduler.reservations.find(asked)
+    assert len(found.blocks) == 2
+    assert [blocks.generations[block] for block in found.blocks] != found.generations, "the reader sees that these went"
