@@ -4,6 +4,7 @@ The first request of each test goes to one worker by name. The next one begins w
 other, since the first is busy: it reads the beginning there instead of computing it.
 """
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -11,12 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from penstock.cli.commands import main
 
 from penstock.infra.bus.connection import Bus, connect
 from penstock.schemas.jobs import Move
 from penstock.schemas.transfer import PREFIX, Handoff
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, ending, registrations
+from tests.pipeline.support import Deployment, ending, registrations, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -59,29 +61,38 @@ async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, Any]
     return answer.headers["x-request-id"], answer.json()
 
 
-async def moved(bus: Bus, request: str) -> tuple[Move | None, list[Handoff]]:
-    """What the router had the worker read, and the ledger's lines about it."""
+async def move_of(bus: Bus, request: str) -> Move:
+    """What the router had the worker read."""
     timeline, _ = await ending(bus, request)
-    route = timeline.routed[-1].decision.route
-    lines = [line for line in timeline.handoffs if line.ticket.endswith(PREFIX)]
-    return (route[0].move if route else None), lines
+    move = timeline.routed[-1].decision.route[0].move
+    assert move is not None
+    return move
+
+
+async def reads(bus: Bus, request: str) -> list[Handoff]:
+    """The ledger's lines about the blocks that were read; it is written a moment later."""
+    timeline, _ = await ending(bus, request)
+    return [line for line in timeline.handoffs if line.ticket.endswith(PREFIX) and line.state == "read"]
 
 
 async def test_a_prefix_that_another_worker_caches_is_read_and_the_answer_is_the_same(
-    http: httpx.AsyncClient, bus: Bus
+    http: httpx.AsyncClient, bus: Bus, two: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = f"{ROOMS} What is the code of room 33?"
     _, computed = await ask(http, body(question, worker="worker-0"))
     request, read = await ask(http, body(question, worker="worker-1"))
-    move, lines = await moved(bus, request)
-    assert move is not None
+    move = await move_of(bus, request)
     assert move.path == "on the same host"
-    assert [line.state for line in lines] == ["offered", "leased", "read", "released"]
-    (done,) = [line for line in lines if line.state == "read"]
+    (done,) = await until(lambda: reads(bus, request), "the ledger is written")
     assert done.blocks == move.blocks or done.blocks == move.blocks - 1
     assert done.bytes
     assert read["choices"] == computed["choices"]
     assert "221" in read["choices"][0]["message"]["content"]
+    assert await asyncio.to_thread(main, ["inspect", "--data-dir", str(two.data_dir), request]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{move.blocks} are at {move.source} on the same host" in shown
+    assert f"of the cache of {move.source} in" in shown
+    assert f"{move.blocks} from {move.source}" in shown
     assert read["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32 * done.blocks
 
 
@@ -94,7 +105,6 @@ async def test_a_source_that_stands_still_means_computing_here(http: httpx.Async
         request, again = await ask(http, body(question, worker="worker-1"))
     finally:
         os.kill(source.pid, signal.SIGCONT)
-    move, lines = await moved(bus, request)
-    assert move is not None
-    assert [line.state for line in lines if line.state == "read"] == []
+    assert (await move_of(bus, request)).source == source.worker
+    assert await reads(bus, request) == []
     assert again["choices"] == computed["choices"]

@@ -165,6 +165,7 @@ _SCORES = (
     Column("score", right=True),
     Column("overlap\nblocks", right=True),
     Column("to bring\nback"),
+    Column("to read"),
     Column("active\nblocks", 4, right=True),
     Column("prefill\ntokens", 1, right=True),
     Column("running", 3, right=True),
@@ -183,6 +184,7 @@ def _scores(entry: InspectedEvent, width: int) -> Table:
             "" if candidate.excluded else f"{candidate.score:,.2f}",
             f"{candidate.overlap_blocks}/{blocks}",
             entry.brought_back(candidate),
+            entry.read(candidate),
             str(candidate.active_blocks),
             str(candidate.prefill_tokens),
             f"{candidate.running}/{candidate.slots}",
@@ -193,6 +195,7 @@ def _scores(entry: InspectedEvent, width: int) -> Table:
     roles = any(candidate.role for candidate in entry.candidates)
     excluded = any(candidate.excluded for candidate in entry.candidates)
     shown = {"stage": roles, "excluded": excluded, "to bring\nback": bool(entry.lower_tiers)}
+    shown["to read"] = entry.move is not None
     named = [at for at, column in enumerate(_SCORES) if shown.get(column.name, True)]
     table = fitting_table([_SCORES[at] for at in named], [[row[at] for at in named] for row in rows], width)
     table.caption = ", ".join(f"{name} {value}" for name, value in entry.decided_at.items() if name != "prompt_blocks")

@@ -34,10 +34,11 @@ from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.span import in_order
 from penstock.log_tools.traces.spans import spans
 from penstock.schemas.done import Done, request_of
-from penstock.schemas.jobs import Candidate, EarlierWorker, LowerTiers
+from penstock.schemas.jobs import Candidate, EarlierWorker, LowerTiers, Move
 from penstock.schemas.requests import GenerateRequest, cell_in
 from penstock.schemas.summary import QUEUED, RUNNING, UNKNOWN, RequestSummary, of_done, of_request
 from penstock.schemas.tokens import ANOTHER_MODEL, PROMPT, WHOLE_REQUEST
+from penstock.schemas.transfer import PREFIX
 
 if TYPE_CHECKING:  # few inspections have some, and it loads slowly
     from penstock.log_tools.requests.neighbours import Neighbours
@@ -194,6 +195,13 @@ class InspectedEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     chosen: tuple[str, ...] = ()
     decided_at: dict[str, int] = {}
     lower_tiers: tuple[LowerTiers, ...] = ()
+    move: Move | None = None
+
+    def read(self, candidate: Candidate) -> str:
+        """What a candidate was to read of the prompt from another worker: blocks that it lacks, and from whom."""
+        if self.move is None or target(candidate.worker, candidate.rank) != self.chosen[0]:
+            return ""
+        return f"{self.move.blocks - candidate.overlap_blocks} from {self.move.source}"
 
     def brought_back(self, candidate: Candidate) -> str:
         """Which of its overlapping blocks a candidate would bring back from lower tiers, and at what cost each."""
@@ -352,6 +360,8 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Inspecte
             amount = f", {blocks}, {line.bytes / 2**20:.2f} MiB" if line.bytes or line.blocks else ""
             took = f" in {line.seconds * 1e3:.1f} ms" if line.seconds else ""
             why = f": {line.cause} {line.message}".rstrip() if line.cause else ""
+            if line.state == "read" and line.ticket.endswith(f":{PREFIX}"):
+                amount += f" of the cache of {line.source}"
             by = line.target if line.state in ("leased", "read", "failed", "quarantined", "settled") else line.source
             yield InspectedEvent(event.at_ns, kind, f"{line.state}{amount}{took}{why}", _attempt(line.ticket), by)
         case AttemptReturned():
@@ -387,6 +397,9 @@ def _routed(event: RequestRouted, kind: str) -> InspectedEvent:
     text += f", resuming behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
     text += f" ({decision.reason})" if decision.reason not in ("", "new") else ""
     text += f"; {decision.how}" if decision.how else ""
+    move = decision.route[0].move if decision.route else None
+    if move is not None:
+        text += f"; of {counted(decision.prompt_blocks, 'block')} {move.blocks} are at {move.source} {move.path}"
     return InspectedEvent(
         event.at_ns,
         kind,
@@ -402,6 +415,7 @@ def _routed(event: RequestRouted, kind: str) -> InspectedEvent:
             "done_seq": decision.done_seq,
         },
         event.lower_tiers,
+        move,
     )
 
 

@@ -5,13 +5,13 @@
     ├─ prefill                   worker    assigned .. handed off; one per stage and attempt
     │  ├─ wait, prompt                     until the engine began; until its first token
     ├─ decode                    worker    assigned .. ended
-    │  ├─ transfer                         the blocks that the ledger reports
+    │  ├─ transfer, prefix                 the blocks that the ledger reports
     │  └─ wait, first token, generate
 
 Stages are siblings: each begins when the one before has handed off, so links, not parents, show what caused what.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.log_tools.timeline.events import PromptPrefilled, RequestRouted
 from penstock.log_tools.timeline.request_timeline import RequestTimeline, StageRun
@@ -19,6 +19,7 @@ from penstock.log_tools.traces import span as attributes
 from penstock.log_tools.traces.span import Span, SpanEvent, SpanLink, covered
 from penstock.schemas.done import Done
 from penstock.schemas.trace import Stamps, read_parent, span_id, stage_name, trace_id
+from penstock.schemas.transfer import PREFIX
 
 WORKER, ROUTER, GATEWAY = "worker", "router", "gateway"
 
@@ -204,10 +205,22 @@ class _SpanBuilder:
                 )
 
     def _transfers(self, parent: Span, stage: StageRun) -> Iterator[Span]:
-        """The read of the blocks that the stage before offered."""
+        """The reads of what the stage before offered, and of a prefix that another worker had."""
         source, ticket = self._source(stage), self._ticket(stage)
-        if source is None or source.handed_off is None:
-            return
+        if source is not None and source.handed_off is not None:
+            links = [SpanLink(self._id(source), "handoff")]
+            yield from self._read(parent, stage, "transfer", ticket, source.handed_off.backend, links)
+        yield from self._read(parent, stage, PREFIX, f"{self._request.id}:{stage.attempt}:{PREFIX}")
+
+    def _read(
+        self,
+        parent: Span,
+        stage: StageRun,
+        name: str,
+        ticket: str,
+        backend: str = "",
+        links: Sequence[SpanLink] = (),
+    ) -> Iterator[Span]:
         began = 0
         for line in self._handoffs:
             if line.ticket != ticket or line.target != stage.worker:
@@ -218,8 +231,8 @@ class _SpanBuilder:
                 continue
             yield self._span(
                 parent,
-                f"{stage_name(stage.attempt, stage.role)} transfer",
-                "transfer",
+                f"{stage_name(stage.attempt, stage.role)} {name}",
+                name,
                 began or line.at_ns - int(line.seconds * 1e9),
                 line.at_ns,
                 service=WORKER,
@@ -228,14 +241,14 @@ class _SpanBuilder:
                 attributes={
                     "penstock.attempt": stage.attempt,
                     "penstock.transfer.source": line.source,
-                    "penstock.transfer.backend": source.handed_off.backend,
+                    **({"penstock.transfer.backend": backend} if backend else {}),
                     "penstock.transfer.pool": line.pool,
                     "penstock.transfer.blocks": line.blocks,
                     "penstock.transfer.bytes": line.bytes,
                     "penstock.transfer.duration": line.seconds,
                     **({"error.type": line.cause} if line.cause else {}),
                 },
-                links=[SpanLink(self._id(source), "handoff")],
+                links=list(links),
                 error=(line.message or line.cause) if line.state == "failed" else None,
             )
             return
