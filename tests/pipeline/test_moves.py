@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from penstock.cli.commands import main
 
+from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
 from penstock.schemas.jobs import Move
 from penstock.schemas.transfer import PREFIX, Handoff

@@ -53,11 +53,12 @@ def plot_loads(summaries: Sequence[PolicySummary], path: Path) -> None:
             row[0].legend(fontsize=7)
 
 
+MOVE_NS = {"host": 600, "rdma": 2600}  # a token: an 8B model's KV at 220 and at 50 GB/s
 _REQUESTS_PER_WORKER = 500
 _SWEEP_REQUESTS = 200
 
 PolicyName = Literal[
-    "kv", "kv_predicted", "kv_cells", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"
+    "kv", "kv_predicted", "kv_moves", "kv_cells", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"
 ]
 WorkloadName = Literal[
     "chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "classes", "tenants", "images"
@@ -109,6 +110,10 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
         int, Meta(ge=-1, description="of policy kv: as the router's flag of this name; the engines are GPUs")
     ] = Weights().local_prefill_tokens
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.0
+    move_path: Annotated[
+        Literal["host", "rdma"],
+        Meta(description="of policy kv_moves: within a host, or between them"),
+    ] = "host"
     jobs: Annotated[int, Meta(ge=1, description="processes")] = 1
     json: Annotated[str, Meta(description="file for the figures")] = ""
     plot: Annotated[str, Meta(description="PNG file for TTFT by load; needs penstock[bench]")] = ""
@@ -176,13 +181,21 @@ def fleet(settings: RouterBenchSettings) -> SimulatedFleet:
         )
         for number, role in enumerate(roles)
     )
-    return SimulatedFleet(workers, settings.block_size, round(settings.transfer_us_per_token * 1e3), settings.encode)
+    return SimulatedFleet(
+        workers,
+        settings.block_size,
+        round(settings.transfer_us_per_token * 1e3),
+        settings.encode,
+        move_ns_per_token=MOVE_NS[settings.move_path],
+    )
 
 
 def _cells(settings: RouterBenchSettings) -> list[TableCell]:
     engines = fleet(settings)
     weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
-    cell = partial(TableCell, engines, weights=weights, cells=settings.cells, gateways=settings.gateways)
+    cell = partial(
+        TableCell, engines, weights=weights, cells=settings.cells, gateways=settings.gateways, moves=settings.move_path
+    )
     if settings.trace:
         trace = multiplied(read(Path(settings.trace)).limited(settings.requests), settings)
         trace = dealt(trace, settings.tenants)

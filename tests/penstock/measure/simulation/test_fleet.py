@@ -92,6 +92,37 @@ def test_a_prompt_goes_from_a_prefill_to_a_decode_worker() -> None:
     assert later.first_ns - served.first_ns == 640 * 1000
 
 
+class SecondReads(RulePolicy):
+    """Round robin, where each worker reads what it lacks of a prompt from the other one."""
+
+    def __init__(self) -> None:
+        super().__init__(round_robin)
+
+    def arrive(self, request: Request, now_ns: int) -> Placement:
+        placement = super().arrive(request, now_ns)
+        source = (1 - placement.target[0], 0)
+        return placement._replace(source=source, prefix_blocks=len(request.keys))
+
+
+def test_a_prefix_is_read_from_another_worker_as_far_as_it_is_there() -> None:
+    fleet = SimulatedFleet((WorkerSpec(blocks=1000), WorkerSpec(blocks=1000)), move_ns=5 * MS, move_ns_per_token=1000)
+    asked = [request(0), replace(request(1, at_ms=500, prompt=1280), keys=[*range(10), *range(900, 910)])]
+    first, second = simulate(fleet, asked, SecondReads()).served
+    assert (first.moved_tokens, first.first_ns) == (0, prefill_ns(1, 640, 0))
+    assert (second.moved_tokens, second.cached_tokens) == (640, 640)
+    assert second.first_ns == 500 * MS + 5 * MS + 640 * 1000 + prefill_ns(1, 1280, 640)
+
+
+def test_a_prefix_for_which_there_is_no_room_is_computed() -> None:
+    fleet = SimulatedFleet((WorkerSpec(blocks=1000), WorkerSpec(blocks=12)))
+    busy, same = request(1, at_ms=400, output=100), replace(request(3, at_ms=500), keys=list(range(10)))
+    served = simulate(fleet, [request(0), busy, request(2, at_ms=450), same], SecondReads()).served
+    assert all(each.complete for each in served)
+    assert [each.placement.target[0] for each in served if each.placement is not None] == [0, 1, 0, 1]
+    assert served[3].first_ns > served[1].last_ns
+    assert (served[3].moved_tokens, served[3].cached_tokens) == (0, 0)
+
+
 def test_a_prefill_worker_keeps_blocks_until_the_decode_worker_has_room() -> None:
     # The decode worker has room for one of the prompts, the prefill worker for two.
     fleet = SimulatedFleet((WorkerSpec("prefill", 21), WorkerSpec("decode", 12)))
