@@ -2,10 +2,11 @@
 
 python -m tests.gpu.mla check                     (on a GPU: kernels against float64, tiny models against ``generate``)
 python -m tests.gpu.mla speed [--tiles]           (16B with random weights; --tiles: other shapes of programs)
-TRITON_INTERPRET=1 python -m tests.gpu.mla check --device cpu       (without a GPU, kernels only, slowly)
+TRITON_INTERPRET=1 python -m tests.gpu.mla check --device cpu [--models]   (without a GPU, slowly)
 """
 
 import argparse
+import contextlib
 import itertools
 import random
 import sys
@@ -183,23 +184,26 @@ def check_models(device: torch.device) -> bool:
     """Answers in float32 equal those of ``generate``: with and without graphs, with n-grams, and preempted."""
     from penstock.workers.engines.native.build import build
     from penstock.workers.engines.native.model.options import NativeOptions
+    from tests.gpu.native import interpreted
     from tests.workers.engines.native import models
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    good = True
-    lengths, count = (1, 9, 33, 47), 12
+    good, small = True, device.type == "cpu"
+    lengths, count = ((1, 33), 3) if small else ((1, 9, 33, 47), 12)
     with tempfile.TemporaryDirectory() as folder:
         for name, more in itertools.product(
             ("deepseek_v2", "deepseek_v3"),
             ({}, {"warm": True}, {"max_batched_tokens": 7}, {"kv_blocks": 14},
              {"speculative_model": "ngram", "prompt_lookup_min": 1}),
         ):  # fmt: skip
-            if device.type == "cpu" and (not more or "warm" in more):
+            if small and more:
                 continue
             path = models.save(name, Path(folder))
             options: dict[str, Any] = {"block_size": 8, "kv_blocks": 96, "dtype": "float32", "max_running": 8} | more
-            engine = build(str(path), NativeOptions(**options))
-            kinds = {type(module).__name__ for module in engine.executor.model.forward.modules()}  # type: ignore[union-attr]
+            with interpreted() if small else contextlib.nullcontext():
+                engine = build(str(path), NativeOptions(**options))
+            running: Any = engine.executor or engine.ahead
+            kinds = {type(module).__name__ for module in running.model.forward.modules()}
             assert "MergedLinear" in kinds, "the kernels' rewrite did not fit"
             asked = [models.request(n, models.prompt(n), count) for n in lengths]
             first, again = (models.tokens(models.run(engine, asked)) for _ in range(2))
@@ -214,7 +218,7 @@ def check_models(device: torch.device) -> bool:
 def check(asked: argparse.Namespace) -> None:
     device = torch.device(asked.device)
     good = check_kernels(device)
-    if device.type == "cuda":
+    if device.type == "cuda" or asked.models:
         good &= check_models(device)
     print("all as expected" if good else "SOMETHING IS WRONG")
     sys.exit(not good)
@@ -290,6 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("check", "speed"))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", action="store_true", help="check: whole models on a CPU, too")
     parser.add_argument("--tiles", action="store_true", help="speed: try other shapes of programs")
     asked = parser.parse_args()
     {"check": check, "speed": speed}[asked.what](asked)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from penstock.workers.engines.native.cuda.attend import stored
 from penstock.workers.engines.native.cuda.dense import DenseAttention, gathered
-from penstock.workers.engines.native.cuda.modules import Rotation, next_power_of_2
+from penstock.workers.engines.native.cuda.fusions import dependent
+from penstock.workers.engines.native.cuda.modules import Rotation, launch_options, next_power_of_2
 from penstock.workers.engines.native.cuda.packing import Group, PromptChunk
 from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
 from penstock.workers.engines.native.model.attention import AttentionParams, Expansion, Paged, UnsupportedAttention
@@ -31,7 +32,7 @@ def store(
     q_t, q_h, latents_t, rotated_t, cos_t, cos_d, width, block_stride, layer_stride, limit,
     HEADS: tl.constexpr, HEADS_P: tl.constexpr, LATENT: tl.constexpr, LATENT_P: tl.constexpr, HALF: tl.constexpr,
     HALF_P: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr,
-    LIMITED: tl.constexpr,
+    LIMITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token): rotate the last part of its queries in place, and its key part; store that behind its latent.
 
@@ -46,6 +47,9 @@ def store(
     IN_APART: tl.constexpr = 1 if IN_PAIRS else HALF
     OUT_STEP: tl.constexpr = 2 if OUT_PAIRS else 1
     OUT_APART: tl.constexpr = 1 if OUT_PAIRS else HALF
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     low = tl.load(rotated + token * rotated_t + dims * IN_STEP, mask=there, other=0.0)
     high = tl.load(rotated + token * rotated_t + dims * IN_STEP + IN_APART, mask=there, other=0.0)
     if ROTATE:
@@ -83,7 +87,7 @@ def attend(
     absorbed_t, absorbed_h, q_t, q_h, out_t, out_h, width, block_stride, layer_stride,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, LATENT: tl.constexpr, LATENT_P: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PER_TILE: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tokens, heads, split): ``ROWS`` tokens and ``BLOCK`` heads over a part of the latents before them.
 
@@ -114,6 +118,9 @@ def attend(
     token, head = members // BLOCK, tl.program_id(1) * BLOCK + members % BLOCK
     there = (token < count) & (head < HEADS)
     rows = (first_row + token).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     near = tl.load(
         absorbed + (rows * absorbed_t + head * absorbed_h)[None, :] + dims[:, None],
         mask=there[None, :] & (dims < LATENT)[:, None], other=0.0,
@@ -163,12 +170,15 @@ def attend(
 @triton.jit
 def combine(
     part_acc, part_max, part_sum, out, out_t, out_h,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head, part of the latent): a row's attention of its splits."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims, splits = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SPLITS)
     part = (row * SPLITS + splits) * HEADS + head
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     maxima = tl.load(part_max + part)
     best = tl.max(maxima, 0)
     shares = tl.where(maxima == float("-inf"), 0.0, tl.exp2(maxima - best))
@@ -276,13 +286,15 @@ class LatentAttention:
         form = self._rotation.form
         tokens, heads, dim = query.shape
         size, half = latents.shape[1], rotated.shape[1] // 2
+        pdl = dependent(query.device, tokens)
         store[(tokens,)](
             query[..., dim - 2 * half :], latents, rotated, cos, sin, pool.data, batch.tables, batch.table_rows,
             batch.positions, layer, query.stride(0), query.stride(1), latents.stride(0), rotated.stride(0),
             cos.stride(1), cos.stride(2), batch.tables.stride(0), *self._strides, pool.limit or 1.0,
             HEADS=heads, HEADS_P=next_power_of_2(heads), LATENT=size, LATENT_P=next_power_of_2(size), HALF=half,
             HALF_P=next_power_of_2(half), PAGE=pool.block_size, ROTATE=rotation is not None, IN_PAIRS=form.in_pairs,
-            OUT_PAIRS=form.out_pairs, LIMITED=pool.limit > 0, num_warps=4,
+            OUT_PAIRS=form.out_pairs, LIMITED=pool.limit > 0, PDL=pdl, num_warps=4,
+            **launch_options(pdl),
         )  # fmt: skip
 
     def _decode(
@@ -296,10 +308,11 @@ class LatentAttention:
         splits = batch.splits or scratch.num_splits(rows, -(-heads // head_block(heads)))
         self._launch(layer, *given, scale, rows=rows, first=first, splits=splits)
         if splits > 1:
-            out, size = given[2], attended.shape[2]
+            out, size, pdl = given[2], attended.shape[2], dependent(rotated.device, rows)
             combine[(rows, heads, -(-size // COMBINED))](
                 scratch.accumulators, scratch.maxima, scratch.sums, out, out.stride(1), out.stride(0),
-                HEADS=heads, LATENT=size, SPLITS=splits, BLOCK=COMBINED, num_warps=4,
+                HEADS=heads, LATENT=size, SPLITS=splits, BLOCK=COMBINED, PDL=pdl, num_warps=4,
+                **launch_options(pdl),
             )  # fmt: skip
 
     def _launch(
@@ -327,6 +340,7 @@ class LatentAttention:
         block, per_tile = head_block(heads), 0
         few = tiles is None and block == 16 and pool.data.itemsize > 1
         shape, tokens = (DECODE if few else WIDE) if narrow else FLOAT32, 1
+        pdl = tiles is None and dependent(rotated.device, rows)
         positions = batch.positions if batch.decode_positions is None else batch.decode_positions
         if tiles is not None:
             tokens = COLUMNS // block if narrow else 1
@@ -340,8 +354,8 @@ class LatentAttention:
             attended.stride(0), batch.tables.stride(0), *self._strides,
             HEADS=heads, BLOCK=block, LATENT=size, LATENT_P=max(16, next_power_of_2(size)), ROTATED=rotated.shape[2],
             ROTATED_P=max(16, next_power_of_2(rotated.shape[2])), PAGE=pool.block_size, TILE=shape.tile, ROWS=tokens,
-            PER_TILE=per_tile, SPLITS=splits, PRECISION="tf32" if narrow else "ieee", num_warps=shape.warps,
-            num_stages=shape.stages,
+            PER_TILE=per_tile, SPLITS=splits, PRECISION="tf32" if narrow else "ieee", PDL=pdl, num_warps=shape.warps,
+            num_stages=shape.stages, **launch_options(pdl),
         )  # fmt: skip
 
     def _expand(self, group: Group, layer: int, query: Tensor, expansion: Expansion, scale: float, out: Tensor) -> None:
