@@ -51,7 +51,7 @@ BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt
 LEASE_MARGIN_NS = 1_000_000_000
 TRUST_POLL_S = 0.02
 MOVE_S, MOVE_TOKEN_S = 0.25, 50e-6  # for reading a prefix: to begin, and of each token; computing takes about as long
-SILENT_S = 30.0  # for so long a source that did not answer, or could not be reached, is not asked again
+SILENT_S = 5.0  # for so long a source that did not answer, or could not be reached, is not asked again
 STAGE_PUBLISH_S = 30.0  # how long publishing to the next stage is tried
 
 
