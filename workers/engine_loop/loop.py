@@ -198,8 +198,8 @@ class EngineLoop:
         self._waits_for_consumer = False  # there is something to do once a flush was consumed
         self._in_flight = 1  # flushes delivered and not yet consumed; without a session, none can leave
         self._ahead = 0  # steps since the last flush
-        self._decoded_at = 0.0  # when the last step returned, by the clock; 0: it computed a prompt, or nothing
-        self._step_s = 0.0  # from the one before it
+        self._returned_at = 0.0  # when the last step returned, by the clock; 0: none was in flight behind it
+        self._step_s = 0.0  # that the last step without prompts took
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
@@ -354,7 +354,7 @@ class EngineLoop:
             early_s = self._plan_at - self._clock()
             return early_s if early_s > 0 else self._step(engine)
         self.pace.waits()
-        self._plan_late(0.0, 0.0)
+        self._plan_late(0.0, 0.0, prompts=False)
         if self._in_flight or not (working or self._output):
             return None
         self._flush()
@@ -396,7 +396,7 @@ class EngineLoop:
         now = self._clock()
         decoded = bool(computed) and not result.started and result.computed_tokens == len(result.outputs)
         self.pace.stepped(busy_from, now, computed=bool(computed), decoded=decoded)
-        self._plan_late(now, result.launch_s if decoded else 0.0)
+        self._plan_late(now, result.launch_s, prompts=result.computed_tokens != len(result.outputs))
         if computed:
             self.steps += 1
         elif engine.blocked:
@@ -410,20 +410,19 @@ class EngineLoop:
                 pause = FIRST_TOKENS_S
         return pause
 
-    def _plan_late(self, now: float, launch_s: float) -> None:
+    def _plan_late(self, now: float, launch_s: float, *, prompts: bool) -> None:
         """Set when the next step is planned.
 
         Args:
-            launch_s: of the step in flight, behind one that computed no prompt; 0: it is planned at once.
+            launch_s: of the step in flight; 0: there is none.
+            prompts: the step that has returned computed some. One that is like it would take longer.
         """
         self._waits_from = self._plan_at = 0.0
-        if not launch_s:
-            self._decoded_at = self._step_s = 0.0
+        before, self._returned_at = self._returned_at, now if launch_s else 0.0
+        if prompts or not launch_s or not before:
             return
-        step_s = now - self._decoded_at if self._decoded_at else 0.0
-        shorter = min(step_s, self._step_s)  # a step may have been late; sequences may have ended
-        self._decoded_at, self._step_s = now, step_s
-        wait_s = shorter - 2 * launch_s - PLAN_EARLY_S
+        step_s, self._step_s = self._step_s, now - before
+        wait_s = min(step_s, self._step_s) - 2 * launch_s - PLAN_EARLY_S  # one may have been late
         if wait_s > LEAST_WAIT_S:
             self._waits_from, self._plan_at = now, now + wait_s
 
