@@ -73,15 +73,16 @@ def random_model(shape: str) -> Any:
         return large(loaded)
 
 
-def written(shape: str, folder: Path | None = None) -> Path:
-    """A folder with the shape's random model, which is written unless it is there; None: a new one, in memory."""
-    if folder is None:
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM else None
-        folder = Path(tempfile.mkdtemp(prefix="shape-", dir=memory))
-    if not (folder / "config.json").exists():  # by a process of its own, as this one would keep memory of the GPU
-        code = f"from tests.gpu.beside import random_model; random_model({shape!r}).save_pretrained({str(folder)!r})"
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
-    return folder
+def place() -> Path:
+    """A new folder for weights, in memory if there is room."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM else None
+    return Path(tempfile.mkdtemp(prefix="shape-", dir=memory))
+
+
+def write(shape: str, folder: Path) -> None:
+    """The shape's random model, unless it is there."""
+    if not (folder / "config.json").exists():
+        random_model(shape).save_pretrained(folder, max_shard_size="4GB")
 
 
 def spread(model: Any) -> None:
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--fp8-kv", action="store_true", help="a KV cache of 8-bit floats")
     parser.add_argument("--width", type=int, default=1, help="GPUs that share each layer")
     parser.add_argument("--folder", type=Path, help="of the weights with --width, kept; default: a temporary one")
+    parser.add_argument("--write", action="store_true", help="the weights of --folder only")
     parser.add_argument("--here", action="store_true", help="one engine, in this process")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each engine")
     parser.add_argument("--json", type=Path)
@@ -183,13 +185,19 @@ def main() -> None:
     if asked.long:
         longest, table = 131_072, LONG_ROWS
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as memory that several GPUs write at once is not everywhere
+    if asked.write:
+        write(asked.shape, asked.folder)
+        return
     if asked.here:
         measure(asked.engines[0], asked)
         return
     found = {}
     kept, split = asked.folder, asked.width > 1 and "native" in asked.engines
-    if split:
-        asked.folder = written(asked.shape, asked.folder)
+    if split:  # by a process of its own, as this one would keep memory of the GPU
+        asked.folder = asked.folder or place()
+        command = [sys.executable, "-m", "tests.gpu.beside", "native", "--write", "--shape", asked.shape,
+                   "--folder", str(asked.folder)]  # fmt: skip
+        subprocess.run(command, check=True, timeout=180)
     for name in asked.engines:
         command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--rows", str(asked.rows),
                    "--here", "--width", str(asked.width), "--folder", str(asked.folder),

@@ -3,13 +3,15 @@
 python -m tests.gpu.parallel [sums] [parity] [speed] [lost] [handoff] [--width 2] [--shape 8b] [--minutes 9]
 TRITON_INTERPRET=1 python -m tests.gpu.parallel sums parity --device cpu --only llama     (without GPUs, slowly)
 
-Each part is a process of its own with a bound, and those behind it run whatever becomes of it. ``sums``: microseconds
+Each engine is in a process of its own with a bound, and what comes behind it runs whatever becomes of it. Half a minute
+before its bound it prints where each rank is. ``sums``: microseconds
 of one sum within a CUDA graph, by the kernel and by NCCL. ``python -m tests.gpu.beside native vllm --width 2`` has the
 table beside vLLM.
 """
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import mmap
 import os
@@ -20,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from array import array
@@ -31,6 +34,7 @@ from unittest import mock
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.engine import ScheduledEngine
@@ -40,17 +44,20 @@ from penstock.workers.engines.native import executors
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.parallel import RankGroup
-from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve, start_process
+from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve
+from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
+from penstock.workers.kv_transfer.transport_thread import open_transport
 from tests.gpu import beside
 from tests.gpu.native import DRAWN, INTERPRETED, answers, ask, drive, profile
 from tests.gpu.times import timed
 from tests.workers.engines.native import models
 
-PARTS = {"sums": 100.0, "parity": 200.0, "speed": 240.0, "lost": 60.0, "handoff": 90.0}  # and seconds, at most
+PARTS = {"sums": 100.0, "parity": 75.0, "speed": 240.0, "lost": 75.0, "handoff": 120.0}  # and seconds, at most
 PARITY = ("llama", "qwen3_moe", "gpt_oss", "phi3", "gemma3", "mixtral")
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)  # of 4,096 values
 STREAMS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (16, 2048, 1))
 FEW = 4  # rows of sums by the kernel, interpreted
+NOTHING = contextlib.nullcontext()
 MAPPED: list[mmap.mmap] = []  # for as long as the process runs
 
 
@@ -85,12 +92,24 @@ def shared(file: Path, group: RankGroup, columns: int, dtype: torch.dtype) -> An
     return peers.PeerSums(group.rank, bases, FEW, row_bytes, torch.device("cpu"))
 
 
-def follow(steps: int, transfers: int, rank_file: Path) -> None:
+def follow(steps: int, transfers: int, rank_file: Path, asked: argparse.Namespace) -> None:
     """As ``penstock.workers.run_rank``."""
     links = [Link(socket.socket(fileno=each)) for each in (steps, transfers)]
-    with interpreted(rank_file):
-        status = serve(links[0], engine_build.build_follower)
+
+    def built(pools: Any) -> None:
+        threading.Thread(target=serve_transport, args=(links[1], pools, open_transport), daemon=True).start()
+        freeze_loaded()
+
+    with interpreted(rank_file) if INTERPRETED else without_kernel(asked.nccl):
+        status = serve(links[0], engine_build.build_follower, built)
     os._exit(status)
+
+
+@contextlib.contextmanager
+def without_kernel(nccl: bool) -> Iterator[None]:
+    """All sums by NCCL, if asked for."""
+    with mock.patch("penstock.workers.engines.native.cuda.peers.connect", return_value=None) if nccl else NOTHING:
+        yield
 
 
 @contextlib.contextmanager
@@ -106,18 +125,15 @@ def made(
         file.truncate(1 << 26)
 
         def start(ends: RankSockets) -> Any:
-            if not INTERPRETED:
-                process: Any = start_process(ends)
-            else:
-                numbers = [str(end.fileno()) for end in ends]
-                command = [sys.executable, "-m", "tests.gpu.parallel", "--follow", *numbers, file.name]
-                process = subprocess.Popen(command, pass_fds=[int(each) for each in numbers])
+            numbers = [str(end.fileno()) for end in ends]
+            command = [sys.executable, "-m", "tests.gpu.parallel", "--follow", *numbers, file.name,
+                       "--dump-s", str(asked.dump_s), *(["--nccl"] if asked.nccl else [])]  # fmt: skip
+            process = subprocess.Popen(command, pass_fds=[int(each) for each in numbers])
             if started is not None:
                 started.append(process)
             return process
 
-        if INTERPRETED:
-            stack.enter_context(interpreted(Path(file.name)))
+        stack.enter_context(interpreted(Path(file.name)) if INTERPRETED else without_kernel(asked.nccl))
         stack.enter_context(mock.patch.object(engine_build, "EngineRanks", functools.partial(EngineRanks, start=start)))
         width = more.pop("width", asked.width)
         options: dict[str, Any] = {"device": asked.device, "tensor_parallel_size": width} | more
@@ -125,7 +141,9 @@ def made(
         try:
             yield engine
         finally:
+            began = time.perf_counter()
             engine.close()
+            print(f"closed in {time.perf_counter() - began:.2f} s", flush=True)
 
 
 # -- sums ------------------------------------------------------------------------------------------------------
@@ -227,33 +245,30 @@ def sum_times(count: int, columns: int, group: RankGroup, found: Any, norm: Any,
 
 
 def parity(asked: argparse.Namespace) -> None:
+    """Of the model ``asked.only``."""
     if asked.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
+    name, warm = asked.only, asked.device == "cuda" and not asked.eager
     with tempfile.TemporaryDirectory() as folder:
-        for name in PARITY:
-            if asked.only and asked.only not in name:
-                continue
-            path = models.save(name, Path(folder))
-            options: dict[str, Any] = {
-                "dtype": "float32", "kv_blocks": 200, "block_size": 8, "max_running": 8, "max_batched_tokens": 96,
-            }  # fmt: skip
-            samplings = DRAWN[:1] if INTERPRETED else DRAWN
-            plain = build(str(path), NativeOptions(device="cpu", **options))
-            expected = [answers(plain, models.VOCAB, sampling) for sampling, _ in samplings]
-            plain.close()
-            for warm in (False,) if INTERPRETED else (False, True) if name == "llama" else (True,):
+        path = models.save(name, Path(folder))
+        options: dict[str, Any] = {
+            "dtype": "float32", "kv_blocks": 200, "block_size": 8, "max_running": 8, "max_batched_tokens": 96,
+        }  # fmt: skip
+        samplings = DRAWN[:1] if INTERPRETED else DRAWN
+        plain = build(str(path), NativeOptions(device="cpu", **options))
+        expected = [answers(plain, models.VOCAB, sampling) for sampling, _ in samplings]
+        plain.close()
+        began = time.perf_counter()
+        with made(path, asked, warm=warm, **options) as engine:
+            kind = type(engine.ahead or engine.executor).__name__
+            print(f"{name}: {kind} after {time.perf_counter() - began:.0f} s", flush=True)
+            for (sampling, text), wanted in zip(samplings, expected, strict=True):
                 began = time.perf_counter()
-                try:
-                    with made(path, asked, warm=warm, **options) as engine:
-                        kind = type(engine.ahead or engine.executor).__name__
-                        for (sampling, text), wanted in zip(samplings, expected, strict=True):
-                            found = answers(engine, engine.info.vocab_size, sampling)
-                            alike = sum(found[key] == wanted[key] for key in wanted)
-                            print(f"{name}, width {asked.width}, {'graphs' if warm else 'eager'}, {text}: {alike} of "
-                                  f"{len(wanted)} answers equal the CPU's ({kind}, {time.perf_counter() - began:.0f} s)"
-                                  + ("" if alike == len(wanted) else "   <--"), flush=True)  # fmt: skip
-                except Exception:
-                    traceback.print_exc(limit=-6)
+                found = answers(engine, engine.info.vocab_size, sampling)
+                alike = sum(found[key] == wanted[key] for key in wanted)
+                print(f"{name}, width {asked.width}, {'graphs' if warm else 'eager'}, {text}: {alike} of "
+                      f"{len(wanted)} answers equal the CPU's ({time.perf_counter() - began:.1f} s)"
+                      + ("" if alike == len(wanted) else "   <--"), flush=True)  # fmt: skip
 
 
 # -- speed -----------------------------------------------------------------------------------------------------
@@ -261,70 +276,56 @@ def parity(asked: argparse.Namespace) -> None:
 
 def speed(asked: argparse.Namespace) -> None:
     vocab = beside.SHAPES[asked.shape][0]
-    folder = beside.written(asked.shape, asked.folder)
     sizes: dict[str, Any] = {
         "max_running": beside.RUNNING,
         "max_batched_tokens": beside.BATCHED,
         "max_model_len": beside.longest,
     }
-    try:
-        began = time.perf_counter()
-        with made(folder, asked, warm=True, **sizes) as engine:
-            kind, ready = type(engine.ahead or engine.executor).__name__, time.perf_counter() - began
-            print(f"{asked.shape}, width {asked.width}: ready in {ready:.1f} s, {engine.info.total_blocks} blocks, "
-                  f"{kind}", flush=True)  # fmt: skip
-            for number, (streams, prompt, answer) in enumerate(STREAMS):
-                drive(engine, ask(min(streams, 8), prompt, 2, vocab, 100 + number))
-                best = None
-                for attempt in (1, 2):
-                    run = drive(engine, ask(streams, prompt, answer, vocab, 1000 * attempt + number))
-                    best = run if best is None or run[0] < best[0] else best
-                assert best is not None
-                seconds, first, _, times = best
-                steps = sorted(times[-answer // 2 :])
-                made_tokens = streams * (answer if answer > 1 else prompt)
-                print(f"{streams} x {prompt} -> {answer}: {made_tokens / seconds:,.0f} tokens/s, first token "
-                      f"{first * 1e3:.1f} ms, step p50 {steps[len(steps) // 2] * 1e3:.2f} ms", flush=True)  # fmt: skip
-            if not asked.quick:
-                profile(engine)
-    finally:
-        if asked.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    began = time.perf_counter()
+    with made(asked.folder, asked, warm=not asked.eager, **sizes) as engine:
+        kind, ready = type(engine.ahead or engine.executor).__name__, time.perf_counter() - began
+        print(f"{asked.shape}, width {asked.width}: ready in {ready:.1f} s, {engine.info.total_blocks} blocks, {kind}",
+              flush=True)  # fmt: skip
+        for number, (streams, prompt, answer) in enumerate(STREAMS):
+            drive(engine, ask(min(streams, 8), prompt, 2, vocab, 100 + number))
+            runs = (drive(engine, ask(streams, prompt, answer, vocab, 1000 * attempt + number)) for attempt in (1, 2))
+            seconds, first, _, times = min(runs, key=lambda run: run[0])
+            steps = sorted(times[-answer // 2 :])
+            tokens = streams * (answer if answer > 1 else prompt)
+            print(f"{streams} x {prompt} -> {answer}: {tokens / seconds:,.0f} tokens/s, first token "
+                  f"{first * 1e3:.1f} ms, step p50 {steps[len(steps) // 2] * 1e3:.2f} ms", flush=True)  # fmt: skip
+        if not asked.quick:
+            profile(engine)
 
 
 # -- the end of a rank, and hand-over ----------------------------------------------------------------------------
 
 
 def lost(asked: argparse.Namespace) -> None:
-    """A rank is killed in mid-answer, twice: eagerly computed and by graphs."""
+    """A rank is killed in mid-answer."""
     with tempfile.TemporaryDirectory() as folder:
         path = models.save("llama", Path(folder))
-        for warm in (False, True):
-            ended: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
-            started: list[Any] = []
-            options: dict[str, Any] = {"warm": warm, "kv_blocks": 200, "max_running": 8}
-            with made(path, asked, started, ended.put, **options) as engine:
-                engine.submit(models.request(0, models.prompt(9), 400))
-                for _ in range(20):
+        ended: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
+        started: list[Any] = []
+        options: dict[str, Any] = {"warm": asked.device == "cuda", "kv_blocks": 200, "max_running": 8}
+        with made(path, asked, started, ended.put, **options) as engine:
+            engine.submit(models.request(0, models.prompt(9), 400))
+            for _ in range(20):
+                engine.step()
+            began = time.perf_counter()
+            started[0].kill()
+            try:
+                while engine.has_work():
                     engine.step()
-                began = time.perf_counter()
-                started[0].kill()
-                try:
-                    while engine.has_work():
-                        engine.step()
-                    print("no step has failed   WRONG")
-                except EngineError as error:
-                    took = time.perf_counter() - began
-                    print(f"warm={warm}: step failed after {took:.2f} s: {type(error).__name__}: {error}", flush=True)
-                print(f"  reported: {ended.get(timeout=5)}", flush=True)
-                began = time.perf_counter()
-            print(f"  closed in {time.perf_counter() - began:.2f} s", flush=True)
+                print("no step has failed   WRONG")
+            except EngineError as error:
+                took = time.perf_counter() - began
+                print(f"step failed after {took:.2f} s: {type(error).__name__}: {error}", flush=True)
+            print(f"reported: {ended.get(timeout=5)}", flush=True)
 
 
 def handoff(asked: argparse.Namespace) -> None:
     """A prompt computed at one width is continued at another, over NIXL."""
-    from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport
-    from penstock.workers.kv_transfer.transport_thread import open_transport
     from tests.workers.engines.native.test_handoff import ROOT, prefilled
 
     def transport(engine: ScheduledEngine, name: str) -> RankTransports:
@@ -371,38 +372,72 @@ def main() -> None:
     parser.add_argument("--shape", choices=beside.SHAPES, default="8b", help="of ``speed``")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="parity: models whose name has this")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--nccl", action="store_true", help="all sums by NCCL")
     parser.add_argument("--folder", type=Path, help="of the weights, kept for later calls; default: a temporary one")
     parser.add_argument("--quick", action="store_true", help="speed: without a profile")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts")
     parser.add_argument("--here", action="store_true", help="one part, in this process")
+    parser.add_argument("--dump-s", type=float, default=0.0, help="print where each rank is after so long; 0: never")
     parser.add_argument("--sum", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--follow", nargs=3, metavar=("STEPS", "TRANSFERS", "FILE"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if asked.dump_s:
+        faulthandler.dump_traceback_later(asked.dump_s)
     if asked.follow:
-        follow(int(asked.follow[0]), int(asked.follow[1]), Path(asked.follow[2]))
+        follow(int(asked.follow[0]), int(asked.follow[1]), Path(asked.follow[2]), asked)
     elif asked.sum:
         sum_rank(int(asked.sum[0]), Path(asked.sum[1]), asked)
     elif asked.here:
         parts: dict[str, Callable[[argparse.Namespace], None]] = {
             "sums": sums, "parity": parity, "speed": speed, "lost": lost, "handoff": handoff,
         }  # fmt: skip
-        parts[asked.parts[0]](asked)
+        try:
+            parts[asked.parts[0]](asked)
+        except Exception:
+            traceback.print_exc(limit=-8)
+        sys.stdout.flush()
+        os._exit(0)
     else:
-        until = time.monotonic() + 60 * asked.minutes
-        for part in asked.parts or PARTS:
-            print(f"== {part}", flush=True)
-            began = time.monotonic()
-            run_part(part, sys.argv[1:], min(PARTS[part], until - began) if not INTERPRETED else 600.0)
-            print(f"== {part}: {time.monotonic() - began:.0f} s", flush=True)
+        whole(asked)
 
 
-def run_part(part: str, arguments: list[str], seconds: float) -> None:
+def whole(asked: argparse.Namespace) -> None:
+    """Each part in processes of its own."""
+    until = time.monotonic() + 60 * asked.minutes
+    kept, parts, writer = asked.folder, asked.parts or list(PARTS), None
+    if "speed" in parts:
+        asked.folder = kept or beside.place()
+        command = [sys.executable, "-m", "tests.gpu.beside", "native", "--write", "--shape", asked.shape,
+                   "--folder", str(asked.folder)]  # fmt: skip
+        writer = subprocess.Popen(command)  # meanwhile other parts run
+    try:
+        for part in parts:
+            for name in [each for each in PARITY if asked.only in each] if part == "parity" else [""]:
+                print(f"== {part} {name}", flush=True)
+                began = time.monotonic()
+                if part == "speed" and writer is not None:
+                    writer.wait(timeout=120)
+                    print(f"weights written {time.monotonic() - began:.0f} s later", flush=True)
+                run_part(part, name, asked, min(PARTS[part], until - time.monotonic()) if not INTERPRETED else 600.0)
+                print(f"== {part} {name}: {time.monotonic() - began:.0f} s", flush=True)
+    finally:
+        if writer is not None:
+            writer.kill()
+            writer.wait()
+        if kept is None and asked.folder is not None:
+            shutil.rmtree(asked.folder, ignore_errors=True)
+
+
+def run_part(part: str, name: str, asked: argparse.Namespace, seconds: float) -> None:
     if seconds < 5:
         print("no time is left")
         return
-    given = [each for each in arguments if each not in PARTS]
-    command = [sys.executable, "-m", "tests.gpu.parallel", part, "--here", *given]
+    flags = [f"--{each}" for each in ("eager", "nccl", "quick") if getattr(asked, each)]
+    command = [sys.executable, "-m", "tests.gpu.parallel", part, "--here", "--width", str(asked.width),
+               "--shape", asked.shape, "--device", asked.device, "--folder", str(asked.folder), "--only", name,
+               "--dump-s", str(max(1.0, seconds - 30)), *flags]  # fmt: skip
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             if process.wait(seconds):

@@ -395,10 +395,10 @@ class EngineRanks:
                 return
             self._closed = True
         shutil.rmtree(self._folder, ignore_errors=True)
-        self.group.close()
         for rank in self._ranks:
             rank.link.close()
             rank.transfers.close()
+        self.group.close()
         until = time.monotonic() + END_S
         for rank in self._ranks:
             try:

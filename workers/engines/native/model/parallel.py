@@ -10,6 +10,7 @@ A rank's KV cache has the heads that it computes. Where there are fewer KV heads
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -108,6 +109,7 @@ class RankGroup:
         store, bound = self._meet(), timedelta(seconds=EXCHANGE_S)
         if device.type == "cuda":
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # a worker sees its ranks end; no store stays
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # while one captures, another rank's GPU waits for it
             options = _library.ProcessGroupNCCL.Options()
             options._timeout = bound
             self._exchange = _library.ProcessGroupNCCL(store, self.rank, self.size, options)
@@ -178,8 +180,8 @@ class RankGroup:
         if self.peers is not None:
             self.peers.stop()
         exchange, self._exchange = self._exchange, None
-        if self._aborts and exchange is not None:
-            exchange.abort()
+        if self._aborts and exchange is not None:  # it may wait for ranks that have not ended
+            threading.Thread(target=exchange.abort, name="nccl-abort", daemon=True).start()
 
 
 class RowParallel(nn.Module):
