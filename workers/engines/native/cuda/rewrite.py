@@ -388,7 +388,9 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
         UnsupportedModel: the rewritten model computes something else. It must be loaded again.
     """
     if invariant and model.shape.latent:
-        raise UnsupportedModel("batch_invariant: latents have no kernels whose results do not depend on the batch")
+        raise UnsupportedModel(
+            "kernels over latents depend on the number of rows; leave out batch_invariant, or choose another model"
+        )
     narrow = any(isinstance(module, Fp8Linear) for module in model.forward.modules())
     rounding = ROUNDING_FP8 if narrow else ROUNDING
     expected, group = reference(model), model.group
