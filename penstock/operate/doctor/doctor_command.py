@@ -42,6 +42,7 @@ from penstock.operate.doctor.fleet import (
     check_gateways,
     check_processes,
     find_keys,
+    from_outside,
 )
 from penstock.operate.doctor.machine import PLANNED, Growth, check_machine
 from penstock.operate.workers import registrations
@@ -311,7 +312,9 @@ async def examine(
     if state is not None:
         findings += check_processes(state)
     findings += seen.findings
-    findings += await check_gateways([*(state.http_urls if state is not None else ()), *urls], seen.keys)
+    names = {url: name for name, url in state.gateway_urls.items()} if state is not None else {}
+    outside = await from_outside(state.http_url) if state is not None else ""
+    findings += await check_gateways([*names, *filter(None, [outside]), *urls], seen.keys, names)
     if not source.nats_url:
         findings += await asyncio.to_thread(check_logs, data_dir / "logs")
     findings += await asyncio.to_thread(check_stored_messages, _data_dirs(source), everything=verify)
@@ -436,8 +439,8 @@ _USES = (
     Column("running", 1, right=True),
     Column("waiting", right=True),
     Column("KV in use", 2, right=True),
-    Column("registered", 6, right=True),
-    Column("held", 5, right=True),
+    Column("handoff memory", 6, right=True),
+    Column("in handoffs", 5, right=True),
     Column("note"),
 )
 USES_SHOWN = 40  # workers; ``--all`` shows more
@@ -452,7 +455,8 @@ def _print_uses(uses: Sequence[WorkerUse], console: Console, *, everything: bool
     console.print(fitting_table(_USES, [row for each in shown for row in _use_rows(each)], console.width))
     if len(uses) > len(shown):
         console.print(f"and {counted(len(uses) - len(shown), 'worker')} more (--all)", highlight=False)
-    for what in ("hot", "idle"):
+    hot = any(each.note.startswith("hot") for each in uses)
+    for what in ("hot", "idle") if hot else ():
         names = [each.worker for each in uses if each.note.startswith(what)]
         if names:
             those = ", ".join(names[:USES_SHOWN]) + (", …" if len(names) > USES_SHOWN else "")

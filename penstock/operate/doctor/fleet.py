@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -93,11 +94,29 @@ async def answers_as_gateway(host: str, port: int) -> bool:
     return False
 
 
-async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[CheckResult]:
+async def from_outside(url: str) -> str:
+    """A gateway's URL by which other machines reach it; "": it listens on loopback only, or there is no network."""
+    parts = urlsplit(url)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which address this machine would send from
+            address = probe.getsockname()[0]
+    except OSError:
+        return ""
+    if is_loopback(address) or not is_loopback(parts.hostname or ""):
+        return ""
+    found = f"{parts.scheme}://{address}:{parts.port or 80}"
+    return found if (await get_url(found, "/health/live"))[0] else ""
+
+
+async def check_gateways(
+    urls: Sequence[str], keys: Keys | None = None, names: Mapping[str, str] = {}
+) -> list[CheckResult]:
     """Check whether each gateway could serve a request, and report what it lacks.
 
     Args:
         keys: of the broker; None: not known.
+        names: of those that this machine runs, by URL.
     """
 
     class Answer(msgspec.Struct):
@@ -107,7 +126,7 @@ async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[
     open_to_all: dict[str, bool] = {}  # by URL
     lost: set[str] = set()
     for url in urls:
-        parts = urlsplit(url)
+        parts, gateway = urlsplit(url), _label(url, names)
         status, body = await get_url(url, "/health/ready")
         findings += await asyncio.to_thread(check_gateway_certificate, url)
         page = await get_url(url, "/metrics") if status else (0, b"")
@@ -121,23 +140,23 @@ async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[
             if proxied or not is_loopback(parts.hostname or ""):
                 who = "whom its proxies let through" if proxied else "who reaches it"
                 fix = "make API keys (`penstock keys create`)" + ("" if proxied else ", or let it listen on loopback")
-                findings.append(warning("gateway", f"{url} answers everyone {who}, without an API key", fix))
-        findings += _connections(url, *page) if status else []
+                findings.append(warning("gateway", f"{gateway} answers everyone {who}, without an API key", fix))
+        findings += _connections(gateway, *page) if status else []
         if status == 200:
-            findings.append(ok("gateway", f"{url} is ready"))
+            findings.append(ok("gateway", f"{gateway} is ready"))
         elif not status:
             fix = "check that it runs and that the port is open between here and there"
-            findings.append(problem("gateway", f"{url} does not answer", fix))
+            findings.append(problem("gateway", f"{gateway} does not answer", fix))
         else:
             try:
                 reasons = msgspec.json.decode(body, type=Answer).reasons
             except msgspec.MsgspecError:
                 reasons = ()
             text = "; ".join(reasons) or body.decode(errors="replace")[:200]
-            findings.append(problem("gateway", f"{url} is not ready: {text}", "mend what it names"))
+            findings.append(problem("gateway", f"{gateway} is not ready: {text}", "mend what it names"))
     if len(set(open_to_all.values())) > 1:
-        those = " ".join(url for url, answers in open_to_all.items() if answers)
-        text = f"{those} answer{'' if ' ' in those else 's'} without an API key, and other gateways demand one"
+        those = [_label(url, names) for url, answers in open_to_all.items() if answers]
+        text = f"{', '.join(those)} answer{'' if len(those) > 1 else 's'} without an API key, and others demand one"
         fix = "the broker may have lost its keys: look at `penstock keys list`, and start all with --require-keys"
         findings.append(problem("gateway", text, fix))
     if keys is not None and not open_to_all:  # what no gateway says itself
@@ -159,6 +178,10 @@ async def check_gateways(urls: Sequence[str], keys: Keys | None = None) -> list[
         )
         findings.append(warning("keys", text, fix))
     return findings
+
+
+def _label(url: str, names: Mapping[str, str]) -> str:
+    return f"{names[url]} ({url})" if url in names else url
 
 
 async def find_keys(bus: Bus) -> Keys:
@@ -188,7 +211,7 @@ def _values(page: bytes) -> dict[str, float]:
     return {name: float(value) for name, value in _SAMPLE.findall(page.decode(errors="replace"))}
 
 
-def _connections(url: str, status: int, page: bytes) -> list[CheckResult]:
+def _connections(gateway: str, status: int, page: bytes) -> list[CheckResult]:
     """Whether a gateway refuses connections, or will soon for want of open files."""
     if status != 200:
         return []
@@ -199,10 +222,10 @@ def _connections(url: str, status: int, page: bytes) -> list[CheckResult]:
     )
     findings = []
     if files:
-        text = f"{url} serves {limit} connections at a time: it may have {files} open files"
+        text = f"{gateway} serves {limit} connections at a time: it may have {files} open files"
         findings.append(warning("gateway", text, "raise `ulimit -n` (LimitNOFILE in systemd) and start it again"))
     if refused:
-        text = f"{url} has refused {counted(refused, 'connection')} beyond its limits since its start"
+        text = f"{gateway} has refused {counted(refused, 'connection')} beyond its limits since its start"
         findings.append(warning("gateway", text, "raise --max-connections, or add gateways"))
     return findings
 

@@ -50,6 +50,7 @@ from penstock.operate.doctor.fleet import (
     check_resources,
     check_workers,
     find_keys,
+    from_outside,
     is_loopback,
 )
 from penstock.operate.observe import workers
@@ -441,6 +442,22 @@ async def test_a_gateway_that_answers_others_without_a_key_is_named(
         assert "answers everyone whom its proxies let through, without an API key" in found[0].what
 
 
+async def test_a_gateway_on_all_addresses_is_seen_as_other_machines_see_it() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1].decode()
+        writer.write(f"HTTP/1.0 {200 if path == '/health/live' else 500} -\r\n\r\n".encode())
+        writer.close()
+
+    for host, seen in (("127.0.0.1", False), ("0.0.0.0", True)):
+        async with await asyncio.start_server(answer, host, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            found = await from_outside(f"http://127.0.0.1:{port}")
+        if seen and not found:
+            pytest.skip("this machine has no network")
+        assert found.endswith(f":{port}") is seen
+        assert not found.startswith("http://127.")
+
+
 async def test_gateways_that_demand_a_key_where_there_is_none_are_named(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,7 +512,7 @@ async def test_gateways_that_differ_on_keys_are_a_problem(monkeypatch: pytest.Mo
     monkeypatch.setattr(fleet_checks, "get_url", answer)
     found = [each for each in await check_gateways([old, new]) if each.status is CheckStatus.problem]
     assert len(found) == 1
-    assert f"{new} answers without an API key, and other gateways demand one" in found[0].what
+    assert f"{new} answers without an API key, and others demand one" in found[0].what
     assert "--require-keys" in found[0].fix
     assert {each.status for each in await check_gateways([new, new])} == {CheckStatus.ok}
 
@@ -654,7 +671,7 @@ async def test_what_all_workers_have_in_use_is_a_table_and_a_finding_each(
     assert "hot: w-1\nidle: w-2, w-3\n" in shown
     table = shown[shown.index("worker  role") : shown.index("\nhot: ")]
     assert [" ".join(line.split()) for line in table.splitlines()] == [
-        "worker role host GPU memory busy running waiting KV in use registered held note",
+        "worker role host GPU memory busy running waiting KV in use handoff memory in handoffs note",
         "w-1 prefill a 0 71.0 GiB of 80.0 GiB 97% 8 2 50% 60.0 GiB 52 blocks hot: no free slot",
         "1 1.0 GiB of 20.0 GiB ?",
         "w-2 decode b 0 lost ? 0 0 0% - - idle",
