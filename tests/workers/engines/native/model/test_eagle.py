@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
+from penstock.infra.model import modeldir
 from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens
@@ -22,13 +24,16 @@ from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.adapters import write_adapter
+from tests.demo_model import template
 from tests.demo_model.eagle import PlainHead, hidden_states, random_head
+from tests.demo_model.task_mix import cases
 from tests.workers.engines.native import models
 from tests.workers.engines.native.model.test_adapters import add
 from tests.workers.engines.native.model.test_adapters import asked as asked_of
 from tests.workers.engines.native.models import CONFIGS, VOCAB, prompt, reference, request, run, tokens
 from tests.workers.engines.native.test_handoff import ROOT, handed_off, prefilled
 
+TRAINED = Path(__file__).parents[4] / "data" / "demo-eagle"
 LAYERS = CONFIGS["llama"].num_hidden_layers
 IDS = [0, 1, 2]  # the tiny models have three layers, so that the defaults (2, 1, 0) would do, too
 FORMS: dict[str, dict[str, Any]] = {
@@ -319,3 +324,22 @@ def test_heads_that_cannot_be_used_are_refused(
 def test_a_batch_invariant_engine_refuses_a_head(model_dir: Callable[[str], Path], heads: Callable[..., Path]) -> None:
     with pytest.raises(UnsupportedModel, match="batch_invariant"):
         engine_of(model_dir("llama"), heads("sglang"), batch_invariant=True)
+
+
+def test_a_trained_head_is_right_far_more_often_than_a_random_one(tmp_path: Path) -> None:
+    """It was trained by ``tests.demo_model.eagle`` on hidden states of transformers: ours must be of the same places."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(modeldir.DEMO / "tokenizer.json"))
+    samples = [sample for task in ("facts", "counting", "unknown", "copying") for sample in cases(task, 3, 11)]
+    asked_for = [
+        request(n, tokenizer.encode(template.prompt(each.messages), add_special_tokens=False), 30, stop=Stop(30))
+        for n, each in enumerate(samples)
+    ]
+    shares = []
+    for head in (TRAINED, random_head(tmp_path / "head", vocab=1280, inputs=256)):
+        native = engine_of(modeldir.DEMO, head, kv_blocks=200, block_size=16, num_speculative_tokens=1)
+        run(native, asked_for)
+        stats = native.stats()
+        shares.append(stats.accepted_tokens / stats.draft_tokens)
+    trained, at_random = shares
+    assert trained > 0.4
+    assert at_random < 0.05
