@@ -27,6 +27,7 @@ from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.native.block_files import FolderFiles
 from penstock.workers.engines.native.executors import (
+    follow,
     make_adapters,
     make_computer,
     make_executor,
@@ -331,6 +332,8 @@ def assemble(
         make_executor, pools=pools, encoder=encoder, options=options, limit=limit, adapters=applied, ranks=ranks
     )
     executor = make(target)
+    if speculation is not None:
+        follow(speculation, executor)
     store = None
     if load_like is not None or ranks is not None:
         stays = "the draft model" if draft is not None else "memory of LoRA adapters" if options.max_loras else ""

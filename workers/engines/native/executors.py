@@ -198,17 +198,16 @@ def make_speculation(
     if draft is None:
         return None
     assert pools.draft is not None
-    if isinstance(draft.model.forward, EagleHead):
-        if draft.rotation is not None:
-            raise UnsupportedModel("an EAGLE-3 head has no CUDA kernels yet; use a draft model, or --device cpu")
-        rows = max(options.max_batched_tokens, options.max_running * (1 + options.num_speculative_tokens))
-        auxiliary = AuxiliaryStates(target, draft.model.forward, rows)
-        runs = HeadRuns(generations, options.block_size)
-        eagle = EagleDrafter(draft.model, pools.draft, auxiliary, runs, options.max_running)
-        return Speculator(eagle, options.num_speculative_tokens)
+    head, proposed = draft.model.forward, options.num_speculative_tokens
+    eagle = None
+    if isinstance(head, EagleHead):
+        rows = max(options.max_batched_tokens, options.max_running * (1 + proposed))
+        eagle = AuxiliaryStates(target, head, rows), HeadRuns(generations, options.block_size)
     if draft.rotation is None:
-        return Speculator(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
-    from penstock.workers.engines.native.cuda.draft import CudaDraftModel, DraftLoop
+        if eagle is not None:
+            return Speculator(EagleDrafter(draft.model, pools.draft, *eagle, options.max_running), proposed)
+        return Speculator(DraftModel(draft.model, pools.draft), proposed)
+    from penstock.workers.engines.native.cuda.draft import CudaDraftModel, CudaEagle, DraftLoop
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
     executor = CudaExecutor(
@@ -218,17 +217,26 @@ def make_speculation(
         width=-(-limit // options.block_size) + 1,
         max_running=options.max_running,
         max_batched_tokens=options.max_batched_tokens,
-        tokens_per_sequence=2,  # the last proposal, if all were accepted, and the token behind it
-        singles=2,
-        in_flight=options.num_speculative_tokens + 1,
+        # All tokens of the step before, or the last proposal, if all were accepted, and the token behind it.
+        tokens_per_sequence=1 + proposed if eagle is not None else 2,
+        singles=1 + proposed if eagle is not None else 2,
+        in_flight=proposed + 1,
+        continued=None if eagle is None else eagle[0].states,
     )
     loop = None
     if options.warm:
         executor.capture()
-        if options.num_speculative_tokens > 1:
-            loop = DraftLoop(executor, options.max_running, options.num_speculative_tokens - 1)
+        if proposed > 1:
+            loop = DraftLoop(executor, options.max_running, proposed - 1)
             loop.capture()
-    return Speculator(CudaDraftModel(executor, loop), options.num_speculative_tokens)
+    return Speculator(CudaDraftModel(executor, loop) if eagle is None else CudaEagle(executor, loop, *eagle), proposed)
+
+
+def follow(speculation: Speculator, executor: Executor) -> None:
+    """Have an EAGLE-3 head find the rows of the sequences in the steps of its target's executor."""
+    auxiliary = getattr(speculation.drafter, "auxiliary", None)
+    if auxiliary is not None and (first_rows := getattr(executor, "first_rows", None)) is not None:
+        auxiliary.first_rows = first_rows
 
 
 def _warm_up(executor: Executor, pools: KvPools, block_size: int, *, temperatures: tuple[float, ...]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -38,7 +38,6 @@ from penstock.schemas.transfer import Memory
 from penstock.workers.engines import budgets
 from penstock.workers.engines.core.sequence import (
     Executor,
-    OverlapExecutor,
     PendingStep,
     Sampled,
     ScheduledSequence,
@@ -53,6 +52,9 @@ from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.pools import KvPools
+
+if TYPE_CHECKING:
+    from penstock.workers.engines.native.cuda.executor import CudaExecutor
 
 log = structlog.get_logger("engine")
 
@@ -440,8 +442,12 @@ class LeadingExecutor:
 class LeadingOverlapExecutor:
     """``LeadingExecutor`` of an executor that takes the next plan while it computes one; implements the same."""
 
-    def __init__(self, executor: OverlapExecutor, ranks: EngineRanks) -> None:
+    def __init__(self, executor: "CudaExecutor", ranks: EngineRanks) -> None:
         self._executor, self._ranks = executor, ranks
+
+    def first_rows(self) -> list[int]:
+        """As ``CudaExecutor`` has them."""
+        return self._executor.first_rows()
 
     def launch(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> PendingStep:
         with self._ranks.explained():

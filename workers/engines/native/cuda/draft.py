@@ -18,6 +18,8 @@ from penstock.workers.engines.native.cuda.packing import TableRow
 from penstock.workers.engines.native.cuda.prompt_graphs import CAPTURE
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.draft import progress_of
+from penstock.workers.engines.native.model.eagle import AuxiliaryStates, HeadRun, HeadRuns
+from penstock.workers.engines.native.model.pool import device_errors
 
 log = structlog.get_logger("engine")
 
@@ -79,6 +81,9 @@ class DraftLoop:
 
     def _run(self, size: int) -> None:
         table_rows, targets, temperatures = (self._part(number)[:size] for number in range(3))
+        continued = self._executor.continued
+        if continued is not None:
+            continued.follow()
         for step in range(self._steps):
             positions = self._part(3 + step)[:size]
             start = (3 + self._steps + 2 * step) * self._width
@@ -87,6 +92,8 @@ class DraftLoop:
             self._executor.sampler.sample_random(
                 logits, targets, temperatures.view(torch.float32), keys, self._sampled[step]
             )
+            if continued is not None:
+                continued.keep(targets)
 
     def _part(self, number: int) -> Tensor:
         return self._upload.device[number * self._width : (number + 1) * self._width]
@@ -156,14 +163,21 @@ class CudaDraftModel:
         self._executor, self._loop = executor, loop
 
     def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in plan]
         progress = [progress_of(scheduled) for scheduled in plan]
         plans = []
         for scheduled, each, limit in zip(plan, progress, limits, strict=True):
             end = scheduled.start + scheduled.count
             plans.append(ScheduledSequence(scheduled.sequence, each.computed, end - each.computed, limit > 0))
             each.computed = end
-        launched = [([n for n, limit in enumerate(limits) if limit], self._executor.launch(plans))]
+        drafts = self.draft(plans, limits)
+        for each, draft in zip(progress, drafts, strict=True):
+            each.proposed = list(draft)
+        return drafts
+
+    def draft(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
+        """Compute a plan, and ``limits[i]`` tokens behind ``plan[i]``; it samples if these are any."""
+        drafts: list[list[int]] = [[] for _ in plan]
+        launched = [([n for n, limit in enumerate(limits) if limit], self._executor.launch(plan))]
         rows = self._rows(plan, limits)
         loop = self._loop
         if loop is not None and rows and loop.suits(list(rows.values())):
@@ -173,13 +187,13 @@ class CudaDraftModel:
                 drafts[number] += tokens[: row.steps]
         else:
             _take(drafts, launched + self._launch_each(plan, limits))
-        for each, draft in zip(progress, drafts, strict=True):
-            each.proposed = list(draft)
         return drafts
 
     def _launch_each(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[tuple[list[int], PendingStep]]:
         """Launch the steps behind the first."""
         launched: list[tuple[list[int], PendingStep]] = []
+        if self._executor.continued is not None:
+            self._executor.continued.follow()
         for count in range(2, max(limits, default=0) + 1):
             left = [number for number, limit in enumerate(limits) if limit >= count]
             plans = [
@@ -205,6 +219,45 @@ class CudaDraftModel:
         if self._loop is not None:
             self._loop.close()
         self._executor.close()
+
+
+class CudaEagle:
+    """Implements ``penstock.workers.engines.core.engine.Drafter`` with an EAGLE-3 head. Owns executor and states.
+
+    Args:
+        executor: of the head, over views of the sequences (``HeadView.shifted``).
+        loop: as of ``CudaDraftModel``.
+    """
+
+    def __init__(
+        self, executor: CudaExecutor, loop: DraftLoop | None, auxiliary: AuxiliaryStates, runs: HeadRuns
+    ) -> None:
+        self._executor, self.auxiliary, self._runs = executor, auxiliary, runs
+        self._drafts = CudaDraftModel(executor, loop)
+
+    def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in plan]
+        if runs := self._runs.take(plan, limits, self.auxiliary.first_rows()):
+            self._begin(runs)
+            slots = [ScheduledSequence(run.view.shifted, run.start, run.slots, run.limit > 0) for run in runs]
+            for run, draft in zip(runs, self._drafts.draft(slots, [run.limit for run in runs]), strict=True):
+                if run.limit:
+                    drafts[run.number] = draft
+        self._runs.planned(plan, drafts)
+        return drafts
+
+    def _begin(self, runs: list[HeadRun]) -> None:
+        assert self._executor.continued is not None
+        table_row = self._executor.table_row
+        with device_errors(), torch.inference_mode():
+            self._executor.continued.begin(
+                max(run.row + run.slots for run in runs),
+                {table_row(run.view.shifted).index: run.row - run.start for run in runs},
+            )
+
+    def close(self) -> None:
+        self._drafts.close()
+        self.auxiliary.close()
 
 
 def _take(drafts: list[list[int]], launched: Seq[tuple[list[int], PendingStep]]) -> None:

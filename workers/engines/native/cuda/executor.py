@@ -39,9 +39,17 @@ from penstock.workers.engines.native.cuda.packing import (
     unpacked_step,
 )
 from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
-from penstock.workers.engines.native.cuda.prompt_graphs import CAPTURE, DECODES, SPLITS, GraphInputs, PromptGraphs
+from penstock.workers.engines.native.cuda.prompt_graphs import (
+    CAPTURE,
+    DECODES,
+    PROMPTS,
+    SPLITS,
+    GraphInputs,
+    PromptGraphs,
+)
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import Paged
+from penstock.workers.engines.native.model.eagle import EagleHead
 from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
@@ -51,11 +59,70 @@ from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 log = structlog.get_logger("engine")
 
+OWN = -(1 << 30)
+
 
 def batch_sizes(max_rows: int) -> list[int]:
     """Numbers of rows that graphs are captured for. They are closer together where a step takes less time."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096, 32)]
     return [*(size for size in steps if size < max_rows), max_rows]
+
+
+class ContinuedStates:
+    """The hidden states that an EAGLE-3 head continues from, on the device.
+
+    Those of rows of the target's last step come first, joined by ``fc``; behind them is, for each target of sampled
+    tokens, the head's own at the slot before.
+
+    Args:
+        states: of the target.
+        rows: the most that the head computes logits of at once.
+        targets: of sampled tokens.
+    """
+
+    def __init__(self, head: EagleHead, states: Tensor, *, rows: int, targets: int) -> None:
+        device, hidden = states.device, head.config.hidden_size
+        self._head, self._auxiliary, self._own = head, states, len(states)
+        self._states = torch.zeros((len(states) + targets, hidden), dtype=head.dtype, device=device)
+        head.out = torch.zeros((rows, hidden), dtype=head.dtype, device=device)
+        # Of each table row: its row in the target's step, less the position; OWN: it continues from the head's.
+        self._origins = torch.full((targets,), OWN, dtype=torch.int32, device=device)
+        self._pinned = torch.full((targets,), OWN, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def begin(self, count: int, origins: dict[int, int]) -> None:
+        """Continue from the target's states.
+
+        Args:
+            count: leading rows of its last step that are used.
+            origins: of a table row, the target's row for position 0 (it can be negative).
+        """
+        self._states[:count] = self._head.fc(self._auxiliary[:count])
+        numbers = self._pinned.numpy()
+        numbers.fill(OWN)
+        for table_row, origin in origins.items():
+            numbers[table_row] = origin
+        self._origins.copy_(self._pinned, non_blocking=True)
+
+    def follow(self) -> None:
+        """Continue from the head's own states. A CUDA graph can contain it, and ``of`` and ``keep``."""
+        self._origins.fill_(OWN)
+
+    def of(self, table_rows: Tensor, positions: Tensor) -> Tensor:
+        """(rows, hidden), of (rows,) int32 each."""
+        origins = self._origins.index_select(0, table_rows)
+        places = torch.where(origins == OWN, self._own + table_rows, origins + positions)
+        return self._states.index_select(0, places.clamp_(min=0))
+
+    def keep(self, targets: Tensor, drawn: Tensor | None = None) -> None:
+        """Keep the head's states of rows whose tokens are sampled.
+
+        Args:
+            targets: (n,) int32.
+            drawn: (n,) int32, those rows; None: the first.
+        """
+        assert self._head.out is not None
+        states = self._head.out[: len(targets)] if drawn is None else self._head.out.index_select(0, drawn)
+        self._states.index_copy_(0, targets.to(torch.int64) + self._own, states)
 
 
 class PromptTiles(NamedTuple):
@@ -87,7 +154,9 @@ class CudaExecutor:
         invariant: compute each sequence independently of the rest of the batch. The model must have been rewritten
             with the same setting.
         others: sends a step to the other ranks of a model that is split, which ``compute`` it; those have none.
+        continued: hidden states that an EAGLE-3 head continues from; None: the model is none.
     Attributes:
+        continued: likewise.
         model, pool: None once it is closed.
     """
 
@@ -108,9 +177,11 @@ class CudaExecutor:
         invariant: bool = False,
         adapters: CudaAdapters | None = None,
         others: Callable[[PackedStep], None] | None = None,
+        continued: Tensor | None = None,
     ) -> None:
         device = model.device
         self._others = others
+        self._launched: tuple[list[ScheduledSequence], dict[Sequence, int]] = ([], {})
         self.model: Model | None = model
         self.pool: KvPool | None = pool
         self._sliding = sliding
@@ -135,6 +206,10 @@ class CudaExecutor:
         self._tables = numbers[:-table_rows].view(tables, table_rows, width)
         self._shifts = None if places is None else numbers[-table_rows:]
         self._latest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
+        self.continued: ContinuedStates | None = None
+        if continued is not None:
+            most = max(max_rows, DECODES + PROMPTS)
+            self.continued = ContinuedStates(model.forward, continued, rows=most, targets=table_rows + 1)
         self._scratch = make_scratch(
             pool.shape, model.heads, max_rows, device, invariant, parts=min(DECODES, max_rows) * SPLITS
         )
@@ -173,6 +248,11 @@ class CudaExecutor:
     def table_row(self, sequence: Sequence) -> TableRow:
         """The table row of a sequence of the last step."""
         return self._table_rows.of(sequence)
+
+    def first_rows(self) -> list[int]:
+        """The first row of each sequence in the last step, in the order of its plan."""
+        plan, rows_of = self._launched
+        return [rows_of.get(scheduled.sequence, number) for number, scheduled in enumerate(plan)]
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -284,7 +364,8 @@ class CudaExecutor:
                 places = self.model.media_positions.of(sequence, start, stop)
                 token_positions[:, row : row + stop - start] = places.to(self._device)
         paged = self._paged(table_rows, positions, decodes, tiles)
-        return self.model.logits(tokens, token_positions, wanted, paged, embeddings)
+        hidden = None if self.continued is None else self.continued.of(table_rows, positions)
+        return self.model.logits(tokens, token_positions, wanted, paged, embeddings, hidden)
 
     def _paged(self, table_rows: Tensor, positions: Tensor, decodes: int, tiles: PromptTiles) -> Paged:
         assert self.pool is not None
@@ -313,6 +394,7 @@ class CudaExecutor:
                 packed = self._pack_single(plan)
             else:
                 packed = self._packing.pack(plan, scoring)
+            self._launched = plan, packed.first_rows
             changes = self._table_rows.take_changes()
             if self._others is not None:
                 self._others(packed_step(packed, changes, eager=bool(scoring)))
@@ -381,7 +463,7 @@ class CudaExecutor:
             logits = self._forward(tokens, table_rows, positions, count)
         if sampled_rows is not None:
             logits = logits.index_select(0, sampled_rows)
-        return self._drawn(logits, packed, targets, parameters)
+        return self._drawn(logits, packed, targets, parameters, drawn=sampled_rows)
 
     def _replay_prompts(self, packed: Packed, changes: tuple[list[int], list[int]], size: int) -> Pending | LateStep:
         """Compute a step with short prompts by the graph of so many rows."""
@@ -424,16 +506,20 @@ class CudaExecutor:
         targets: Tensor,
         parameters: tuple[Tensor, Tensor] | None,
         after: Callable[[], None] | None = None,
+        drawn: Tensor | None = None,
     ) -> Pending | LateStep:
         """Draw a step's tokens, at once or later, and copy them to the host.
 
         Args:
             logits: those of ``packed.draws`` first.
             after: called when the step has ended.
+            drawn: the rows of ``packed.draws`` among those that the model computed logits of; None: the first.
         """
         draws = packed.draws
         if not draws:
             return self._host_copies.start(None, packed.order, after)
+        if self.continued is not None:
+            self.continued.keep(targets, drawn)
 
         def draw() -> Pending:
             masks = self._masks.start([draw.sequence for draw in draws])

@@ -251,6 +251,7 @@ class Packed:
         order: indices into ``draws``, in the order in which the step returns tokens.
         scored: rows whose logits score prompt tokens.
         slots: the slot of each row's LoRA adapter; -1: it has none.
+        first_rows: the first row of each sequence.
         media: rows that take image embeddings, each with its index in the embedding pool.
         placed: rows before the end of a sequence's last medium, for models whose positions follow from media: the first
             row, the sequence, the first token and the one behind the last.
@@ -269,6 +270,7 @@ class Packed:
     media: list[tuple[int, int]] = field(default_factory=list)
     placed: list[tuple[int, Sequence, int, int]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    first_rows: dict[Sequence, int] = field(default_factory=dict)
 
     @property
     def rest(self) -> list[tuple[int, int, int, int]]:
@@ -354,6 +356,7 @@ class Packing:
         sequence, end, row = scheduled.sequence, scheduled.start + scheduled.count, len(packed.tokens)
         draft_start = end - len(sequence.draft)  # where the proposed tokens begin
         table_row = self._table_rows.of(sequence)
+        packed.first_rows.setdefault(sequence, row)
         packed.tokens += sequence.tokens[start : min(stop, draft_start)]
         packed.tokens += sequence.draft[max(start - draft_start, 0) : max(stop - draft_start, 0)]
         packed.tokens += [UNKNOWN] * (row + stop - start - len(packed.tokens))

@@ -112,7 +112,7 @@ class EagleHead(nn.Module):
             hidden: (rows, hidden), what ``fc`` made of the target's hidden states, or ``out``; None: the embeddings,
                 to compare kernels.
             logits_to_keep: (n,) int64, rows; 0: all.
-        Returns: ``logits``, (1, n, vocab).
+        Returns: ``logits``, (1, n, vocab); to compare kernels, of the tokens that it proposes only.
         """
         layer: Any = self.midlayer
         embedded = self.embed_tokens(input_ids)
@@ -135,7 +135,7 @@ class EagleHead(nn.Module):
         if self.out is not None:
             self.out[: state.shape[1]].copy_(state[0])
         logits = self.lm_head(self.norm(state))
-        if self.places is not None:
+        if self.places is not None and hidden is not None:
             every = logits.new_full((1, logits.shape[1], self._vocab), float("-inf"))
             logits = every.index_copy_(2, self.places, logits)
         return SimpleNamespace(logits=logits)
@@ -299,12 +299,14 @@ class AuxiliaryStates:
         rows: the most of a step.
     Attributes:
         states: (rows, all of them one after the other).
+        first_rows: the first row of each sequence of that step, in the order of its plan; None: the plan's own.
     """
 
     def __init__(self, target: Model, head: EagleHead, rows: int) -> None:
         layers, size = _layers(target), head.fc.in_features // len(head.layers)
         assert layers is not None
         self.states = zeros((rows, head.fc.in_features), target.dtype, target.device)
+        self.first_rows: Callable[[], Seq[int] | None] = lambda: None
         self._hooks = []
         for number, layer in enumerate(head.layers):
             part = self.states[:, number * size : (number + 1) * size]
@@ -484,7 +486,7 @@ class EagleDrafter:
     def __init__(self, head: Model, pool: KvPool, auxiliary: AuxiliaryStates, runs: HeadRuns, max_running: int) -> None:
         self._head: Model | None = head
         self._pool: KvPool | None = pool
-        self._auxiliary, self._runs = auxiliary, runs
+        self.auxiliary, self._runs = auxiliary, runs
         self._module: EagleHead = head.forward
         self._module.out = zeros((2 * max_running, head.forward.config.hidden_size), head.dtype, head.device)
 
@@ -492,7 +494,7 @@ class EagleDrafter:
         assert self._head is not None, "closed"
         drafts: list[list[int]] = [[] for _ in plan]
         with device_errors(), torch.inference_mode():
-            if runs := self._runs.take(plan, limits):
+            if runs := self._runs.take(plan, limits, self.auxiliary.first_rows()):
                 self._draft(runs, drafts)
         self._runs.planned(plan, drafts)
         return drafts
@@ -501,7 +503,7 @@ class EagleDrafter:
         """Compute all slots, and append the proposals behind those of each run with a limit."""
         assert self._module.out is not None
         rows = [row for run in runs for row in range(run.row, run.row + run.slots)]
-        hidden = self._module.fc(self._auxiliary.states[torch.tensor(rows, device=self._module.device)])
+        hidden = self._module.fc(self.auxiliary.states[torch.tensor(rows, device=self._module.device)])
         tokens = [run.view.shifted.tokens[run.start : run.start + run.slots] for run in runs]
         drawing = [number for number, run in enumerate(runs) if run.limit]
         while True:
@@ -546,4 +548,4 @@ class EagleDrafter:
     def close(self) -> None:
         """Free weights and pool."""
         self._head = self._pool = self._module.out = None
-        self._auxiliary.close()
+        self.auxiliary.close()

@@ -327,7 +327,7 @@ def test_a_batch_invariant_engine_refuses_a_head(model_dir: Callable[[str], Path
 
 
 def test_a_trained_head_is_right_far_more_often_than_a_random_one(tmp_path: Path) -> None:
-    """It was trained by ``tests.demo_model.eagle`` on hidden states of transformers: ours must be of the same places."""
+    """``tests.demo_model.eagle`` trained it on hidden states of transformers: ours must be of the same places."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(modeldir.DEMO / "tokenizer.json"))
     samples = [sample for task in ("facts", "counting", "unknown", "copying") for sample in cases(task, 3, 11)]
     asked_for = [
