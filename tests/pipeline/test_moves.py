@@ -80,18 +80,21 @@ async def test_a_prefix_that_another_worker_caches_is_read_and_the_answer_is_the
 ) -> None:
     question = f"{ROOMS} What is the code of room 33?"
     _, computed = await ask(http, body(question, worker="worker-0"))
+    await ask(http, body("How do I start a worker?", worker="worker-1"))  # so that it knows how long computing takes
     request, read = await ask(http, body(question, worker="worker-1"))
     move = await move_of(bus, request)
     assert move.path == "on the same host"
     (done,) = await until(lambda: reads(bus, request), "the ledger is written")
     assert done.blocks == move.blocks or done.blocks == move.blocks - 1
     assert done.bytes
+    assert "% of computing them" in done.message
     assert read["choices"] == computed["choices"]
     assert "221" in read["choices"][0]["message"]["content"]
     assert await asyncio.to_thread(main, ["inspect", "--data-dir", str(two.data_dir), request]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{move.blocks} are at {move.source} on the same host" in shown
     assert f"of the cache of {move.source} in" in shown
+    assert done.message in shown
     assert f"{move.blocks} from {move.source}" in shown
     assert read["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32 * done.blocks
 

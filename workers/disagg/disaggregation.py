@@ -13,6 +13,7 @@ before the request does, which then starts like any other whose prefix is cached
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -67,6 +68,7 @@ class DisaggCoordinator:
 
     Args:
         prefixes: of the engine, to read prefixes from other workers, and have them read its own; None: neither.
+        computing_s: how long computing so many tokens of a prompt takes; 0: unknown. For the ledger.
     Attributes:
         reader: reads blocks from other workers.
         reserver: sets blocks aside for them.
@@ -81,6 +83,7 @@ class DisaggCoordinator:
         vision: VisionEngine | None,
         submit: Submit,
         prefixes: KvTransfer | None = None,
+        computing_s: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
         settings, bus, metrics = context.settings, context.bus, context.metrics
         self._context = context
@@ -92,6 +95,7 @@ class DisaggCoordinator:
         self._submit = submit
         self._metrics = metrics
         self._prefixes = prefixes if transport is not None else None
+        self._computing_s = computing_s
         self._silent: dict[str, float] = {}  # source -> when it may be asked for a prefix again, monotonic
         quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
         self.reserver = BlockReserver(engine, context.requests, quarantine_s)
@@ -266,7 +270,8 @@ class DisaggCoordinator:
                     self.reserver.free(lambda engine: kv_transfer_of(engine).release(reservation))
                     return
                 positions = range(reservation.have - have, len(names) - have)
-                moved = await reader.fetch(ticket, positions, reservation.blocks[reservation.have :], within_s)
+                local = reservation.blocks[reservation.have :]
+                moved = await reader.fetch(ticket, positions, local, within_s, self._computing_s(size * blocks))
             except TransferError as error:
                 free = lambda engine: kv_transfer_of(engine).release(reservation)  # noqa: E731
                 self.reserver.free_when_settled(error.settled, free)

@@ -91,10 +91,18 @@ class BlockReader:
         return pinned.ticket
 
     async def fetch(
-        self, ticket: Ticket, positions: Sequence[int], local: Sequence[int], timeout_s: float | None = None
+        self,
+        ticket: Ticket,
+        positions: Sequence[int],
+        local: Sequence[int],
+        timeout_s: float | None = None,
+        computing_s: float = 0.0,
     ) -> TransferResult:
-        """Copy the blocks at ``positions`` of the ticket into the blocks ``local``, within ``timeout_s`` if that is
-        less than for handoffs.
+        """Copy the blocks at ``positions`` of the ticket into the blocks ``local``.
+
+        Args:
+            timeout_s: within so many seconds, if they are less than for handoffs.
+            computing_s: what computing them takes, for the ledger; 0: unknown.
 
         Raises:
             TransferError: they were not copied; ``settled`` is done when ``local`` may be used for anything else.
@@ -119,7 +127,10 @@ class BlockReader:
             if not error.settled.done():
                 self._quarantined(ticket, len(local), error.settled)
             raise
-        self._ledger.record(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
+        share = f"{seconds / computing_s:.1%} of computing them" if computing_s else ""
+        self._ledger.record(
+            ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds, message=share
+        )
         return TransferResult(moved, seconds)
 
     def record_fetched(self, ticket: Ticket, seconds: float) -> None:

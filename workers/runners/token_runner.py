@@ -72,11 +72,21 @@ KNOWN_S = 600.0  # a measure is kept while there is too little to measure: route
 
 
 class _Sums:
-    __slots__ = ("busy_s", "computed", "decode_s", "decodes", "prompt_s", "prompts", "token_s", "tokens")
+    __slots__ = (
+        "busy_s",
+        "computed",
+        "decode_s",
+        "decodes",
+        "prompt_s",
+        "prompt_tokens",
+        "prompts",
+        "token_s",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.token_s = self.prompt_s = self.busy_s = self.decode_s = 0.0
-        self.tokens = self.prompts = self.computed = self.decodes = 0
+        self.tokens = self.prompts = self.prompt_tokens = self.computed = self.decodes = 0
 
 
 class TokenPace:
@@ -139,6 +149,11 @@ class TokenPace:
             if sequence.first > sequence.seen_tokens or sequence.seen_ns:
                 self._count(running, sequence, now_ns)
 
+    def computing_s(self, tokens: int) -> float:
+        """How long so many tokens of a prompt take from its start, by those of the last minute; 0: unknown."""
+        known = self._now.prompt_tokens + self._before.prompt_tokens
+        return tokens * (self._now.prompt_s + self._before.prompt_s) / known if known else 0.0
+
     def _count(self, running: RunningRequest, sequence: SequenceState, now_ns: int) -> None:
         sums = self._now
         new = sequence.first - sequence.seen_tokens
@@ -155,6 +170,7 @@ class TokenPace:
                 if not sequence.index:
                     sums.prompts += 1
                     sums.prompt_s += max(0, running.first_token_ns - sequence.started_ns) / 1e9
+                    sums.prompt_tokens += running.request.prompt_tokens - sequence.cached
                     sums.computed += running.request.prompt_tokens - sequence.cached
         if sequence.finish is None or new:  # else it ended before, and waits for the others of its request
             sums.token_s += max(0, now_ns - since_ns) / 1e9
@@ -250,7 +266,9 @@ class TokenRunner:
         self._dumper = Dumper(engine, context.id, context.epoch)
         self.stage_tasks: set[asyncio.Task[Any]] = set()
         self._compiling: set[asyncio.Task[Any]] = set()
-        self.disaggregation = DisaggCoordinator(context, engine, info, transport, vision, self._submit, prefixes)
+        self.disaggregation = DisaggCoordinator(
+            context, engine, info, transport, vision, self._submit, prefixes, self._pace.computing_s
+        )
         self.publisher = FlushPublisher(context, engine, self._on_completed, self.disaggregation.on_fetched)
         self._loop = asyncio.get_running_loop()
 

@@ -362,6 +362,7 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Inspecte
             why = f": {line.cause} {line.message}".rstrip() if line.cause else ""
             if line.state == "read" and line.ticket.endswith(f":{PREFIX}"):
                 amount += f" of the cache of {line.source}"
+                took += f", {line.message}" if line.message else ""
             by = line.target if line.state in ("leased", "read", "failed", "quarantined", "settled") else line.source
             yield InspectedEvent(event.at_ns, kind, f"{line.state}{amount}{took}{why}", _attempt(line.ticket), by)
         case AttemptReturned():
