@@ -97,7 +97,7 @@ class PinPrefix(msgspec.Struct, frozen=True, omit_defaults=True, tag="pin_prefix
 
     ticket: str  # its id
     reader: str
-    digests: bytes  # names of successive blocks, in order
+    digests: bytes  # names of the prompt's leading blocks, from the first one on
     lease_s: float
 
 

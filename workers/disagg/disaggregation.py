@@ -250,9 +250,11 @@ class DisaggCoordinator:
             return
         within_s = MOVE_S + MOVE_TOKEN_S * size * (len(names) - have)
         ticket_id = f"{request.id}:{running.attempt}:{PREFIX}"
-        ticket = await reader.pin_prefix(move.source, ticket_id, names[have:], within_s)
+        ticket = await reader.pin_prefix(move.source, ticket_id, names, within_s)
         try:
-            names = names[: have + len(ticket.blocks) // 4]
+            names = names[: len(ticket.blocks) // 4]
+            if len(names) <= have:
+                raise TransferError("stale", "the source has no more than is cached here")
             reservation = await self.reserver.reserve(
                 running,
                 0.0,  # blocks that are not free now are not waited for
@@ -264,12 +266,9 @@ class DisaggCoordinator:
                 raise TransferError("refused", "there are too few free blocks here")
             blocks = len(names) - reservation.have
             try:
-                if reservation.have < have:
-                    raise TransferError("stale", "blocks in front of the prefix were evicted here meanwhile")
                 if not blocks:
-                    self.reserver.free(lambda engine: kv_transfer_of(engine).release(reservation))
-                    return
-                positions = range(reservation.have - have, len(names) - have)
+                    raise TransferError("stale", "the prefix was computed here meanwhile")
+                positions = range(reservation.have, len(names))
                 local = reservation.blocks[reservation.have :]
                 moved = await reader.fetch(ticket, positions, local, within_s, self._computing_s(size * blocks))
             except TransferError as error:

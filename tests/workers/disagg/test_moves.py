@@ -6,6 +6,7 @@ content is not that of their tokens.
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -286,3 +287,41 @@ async def test_a_worker_that_moves_no_prefixes_computes_and_pins_none(
         order = control.PinPrefix("a:1:prefix", two.reader.id, request(PREFIX).digests, 5.0)
         reply = await log.bus.nc.request(log.bus.subjects.control(two.source.id), wire.encode(order), timeout=5)
         assert control.decode_pinned(reply.data).ticket is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_moves_between_small_caches_answers_are_right_and_nothing_is_left_held(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, seed: int
+) -> None:
+    """Prompts of few families in both directions, evicted as they are read, some cancelled, one agent stalled."""
+    rng = Random(seed)
+    async with two_workers(broker, pipeline, pools=(70, 50)) as two:
+        workers = [two.source, two.reader]
+        asked: list[GenerateRequest] = []
+        for number in range(60):
+            reader = rng.randrange(2)
+            family = 1 + 100 * rng.randrange(4)
+            prompt = list(range(family, family + rng.randint(20, 90)))
+            each = request([*prompt, 900 + number], max_tokens=rng.randint(1, 6))
+            asked.append(each)
+            move = Move(workers[1 - reader].id, len(prompt) // BLOCK)
+            await log.send_job(workers[reader].id, each, move=move)
+            if rng.random() < 0.2:
+                await workers[reader].session.on_cancel(each.id, "gone")
+            stalled = workers[rng.randrange(2)].transport
+            if number % 20 == 10 and stalled is not None:
+                two.network.stall(stalled.endpoint.agent)
+            elif number % 20 == 15:
+                for every in workers:
+                    assert every.transport is not None
+                    two.network.resume(every.transport.endpoint.agent)
+            if rng.random() < 0.3:
+                await log.end(each)
+        for each in asked:
+            end = await log.end(each)
+            assert end.code in ("", "cancelled")
+            assert log.streamed(each) == answer(each)[: len(log.streamed(each))]
+            assert end.code or log.streamed(each) == answer(each)
+        assert moved_blocks(two.source) + moved_blocks(two.reader) > 0
+        await two.free()
+        assert not any(each.session.runner.holds_leases for each in workers)

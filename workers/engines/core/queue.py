@@ -97,10 +97,15 @@ class Reservations:
         blocks = self._blocks
         there = []
         for block, generation in zip(*found, strict=True):
-            if blocks.generations[block] != generation or not (blocks.holders[block] or blocks.names[block]):
+            if blocks.generations[block] != generation or blocks.names[block] is None:
                 break
             there.append(block)
-        if not there or blocks.left(there, 0) < self.expected + self._headroom():
+        # A prefix from its first block on: nothing may stay in the cache without what is in front of it.
+        if (
+            not there
+            or blocks.parents[there[0]] is not None
+            or blocks.left(there, 0) < self.expected + self._headroom()
+        ):
             return 0
         table = blocks.take(there, 0)
         assert table is not None

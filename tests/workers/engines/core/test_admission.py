@@ -434,6 +434,15 @@ def test_of_found_blocks_that_have_another_content_by_now_only_those_before_are_
     assert [bench.blocks.generations[block] for block in found.blocks[:3]] == found.generations[:3]
 
 
+def test_a_prefix_is_pinned_from_its_first_block_on_or_not_at_all() -> None:
+    """Else what is in front of pinned blocks would be evicted before them."""
+    bench = Bench(total_blocks=10)
+    reservations = bench.scheduler.reservations
+    found = reservations.find(computed(bench, prompt(1, 24))[2:])
+    assert len(found.blocks) == 4
+    assert reservations.pin("reader", found) == 0
+
+
 def test_no_block_is_pinned_that_running_sequences_need_to_grow() -> None:
     bench = Bench(total_blocks=6)
     asked = computed(bench, prompt(1, 16))
