@@ -244,6 +244,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     disk_lost_blocks: int = 0  # that left host memory before they were written
     load_s: float = 0.0  # to copy a block from host memory to the device; 0: unknown
     disk_read_s: float = 0.0  # to read one from a file; 0: unknown
+    compute_s: float = 0.0  # to compute one, of a prompt; 0: unknown
     logits_errors: int = 0  # calls of logits processors that failed, since start
     reserved_blocks: int = 0  # of the pinned ones: for KV that is being read from other workers
     slots: int = 0  # sequences that it takes at once, where that changes; 0: as of ``EngineInfo``

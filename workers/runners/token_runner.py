@@ -200,7 +200,27 @@ TRIAL_CPU_S = 2 * CPU_S  # so that what a gateway accepted is not refused here, 
 TRIAL_WAIT_S = 3_600.0  # a request's deadline is sooner,
 TRIAL_LIMITS = QueueLimits(1 << 16, 1 << 30, 1 << 16, 1 << 30)  # and a worker takes few requests at a time
 PROFILE_S = 60.0  # of a trace, at most: each second of it is megabytes, held in memory until it is written
+TIER_STEP = 1.25
 FENCE_S = 10.0  # how long a fenced session waits for the engine's step to end
+
+
+def tier_costs(known: tuple[float, ...], load_s: float, read_s: float, compute_s: float) -> tuple[float, ...]:
+    """``Registration.tier_costs``, which change only by ``TIER_STEP``: each change is a registration.
+
+    Args:
+        known: as registered.
+        load_s: to copy a block from host memory; 0: unknown, as the others.
+        read_s: to read one from a file into host memory.
+        compute_s: to compute one.
+    """
+    if not (load_s and compute_s):
+        return known
+    times = (load_s, load_s + read_s) if read_s else (load_s,)
+    costs = tuple(float(f"{each / compute_s:.2g}") for each in times)
+    near = len(costs) == len(known) and all(
+        before / TIER_STEP <= each <= before * TIER_STEP for each, before in zip(costs, known, strict=True)
+    )
+    return known if near else costs
 
 
 class _Parked(NamedTuple):
@@ -260,6 +280,7 @@ class TokenRunner:
         self._weights = weights
         self._parked: dict[str, _Parked] = {}  # by request: what waits for the weights
         self._core_waits = CoreWaits()
+        self._tier_costs: tuple[float, ...] = ()
         self._steps_seen = -1
         self._asked = 0.0
         self._profiling = False
@@ -576,6 +597,7 @@ class TokenRunner:
             adapter_slots=adapters.slots if adapters else 0,
             weights=fleet.FIXED if self._weights is None else self._weights.shown,
             moves_prefixes=self.disaggregation.moves_prefixes,
+            tier_costs=self._tier_costs,
         )
 
     def _endpoint(self) -> Endpoint | None:
@@ -598,6 +620,8 @@ class TokenRunner:
         self.disaggregation.sweep(now)
         self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace)
         self._context.metrics.paced(*self._pace.measured)
+        stats = self._stats
+        self._tier_costs = tier_costs(self._tier_costs, stats.load_s, stats.disk_read_s, stats.compute_s)
         self._core_waits.look(now)
         if self._weights is not None and self._weights.watches:
             self._weights.look(now)

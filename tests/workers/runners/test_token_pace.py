@@ -5,7 +5,7 @@ from array import array
 from penstock.schemas.tokens import Finish
 from penstock.workers.engine_loop.loop import StepPace
 from penstock.workers.engine_loop.step_output import SequenceState, token_item
-from penstock.workers.runners.token_runner import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
+from penstock.workers.runners.token_runner import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace, tier_costs
 from penstock.workers.session.requests import RunningRequest
 from tests.workers.support import request as make_request
 
@@ -168,3 +168,12 @@ def test_a_worker_that_routers_avoid_is_measured_over_as_long_as_its_few_tokens_
             worker.now += 1.0
             worker.look()
     assert worker.pace.measured[0] == 500_000
+
+
+def test_what_tiers_cost_is_registered_anew_only_where_it_differs() -> None:
+    assert tier_costs((), 0.0, 0.0, 1.0) == ()
+    assert tier_costs((), 0.001, 0.0, 0.01) == (0.1,)
+    known = tier_costs((0.1,), 0.001, 0.004, 0.01)
+    assert known == (0.1, 0.5)
+    assert tier_costs(known, 0.0012, 0.0045, 0.01) is known
+    assert tier_costs(known, 0.0012, 0.009, 0.01) == (0.12, 1.0)

@@ -26,6 +26,7 @@ from penstock.schemas.kv import KvEvent, Removed, Stored
 HOST, DISK = 1, 2  # tiers in KV events
 RUN = 1024  # names in an event, at most: a batch has to fit a message
 MOST_WRITES = 32  # to files at once
+FORGIVEN = 0.98  # of the measured time of files, at each look that leaves them alone: then they are tried again
 MOST_READ = 1 / 2  # of the slots, for sequences that wait for blocks from files
 
 
@@ -217,6 +218,7 @@ class HostCache:
     Attributes:
         memory_only: names that are never written to a file.
         unwritten: names to be written, the first one next.
+        compute_s: seconds that computing a block of a prompt takes; 0: unknown. Files that are slower are not read.
     """
 
     def __init__(self, slots: int, *, kv_events: bool = True, disk: DiskCache | None = None) -> None:
@@ -225,6 +227,7 @@ class HostCache:
         self.slots = slots
         self.disk = disk
         self.loaded_blocks = 0  # since start
+        self.compute_s = 0.0
         self.names: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self.parents: dict[bytes, bytes | None] = {}
         self.free = list(range(slots - 1, -1, -1))
@@ -356,6 +359,9 @@ class HostCache:
         """
         disk = self.disk
         if disk is None or start >= limit:
+            return None
+        if self.compute_s and disk.files.read_s > self.compute_s:
+            disk.files.read_s *= FORGIVEN
             return None
         fetch, room = BlockFetch(), int(self.slots * MOST_READ) - len(self._kept)
         for name in digests[start:limit]:

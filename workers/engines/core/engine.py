@@ -51,6 +51,8 @@ from penstock.workers.engines.engine_protocol import (
 )
 from penstock.workers.engines.logits.registry import Registry
 
+LEAST_PROMPT_TOKENS = 256  # of a step, whose time is mostly theirs
+PROMPT_SHARE = 0.1  # of a step in the mean time
 SPILL_S = 8.0  # of an engine's end
 SPILL_PAUSE_S = 0.001
 
@@ -118,6 +120,7 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         accepted_tokens=drafts.accepted,
         host_blocks=0 if host is None else host.used_slots,
         loaded_blocks=0 if host is None else host.loaded_blocks,
+        compute_s=0.0 if host is None else host.compute_s,
         **({} if host is None or host.disk is None else disk_stats(host.disk)),
     )
 
@@ -345,10 +348,20 @@ class ScheduledEngine:
         Raises:
             EngineError: the executor is broken; so is this engine.
         """
+        host = self.scheduler.blocks.host
         began = time.perf_counter()
+        if host is None:
+            return self._step(began)
+        host.poll()
+        result = self._step(began)
+        tokens = result.computed_tokens - len(result.outputs)
+        if tokens >= LEAST_PROMPT_TOKENS:
+            took = (time.perf_counter() - began) / tokens * self.info.block_size
+            host.compute_s += (took - host.compute_s) * (PROMPT_SHARE if host.compute_s else 1.0)
+        return result
+
+    def _step(self, began: float) -> StepResult:
         scheduler = self.scheduler
-        if scheduler.blocks.host is not None:
-            scheduler.blocks.host.poll()
         plan = scheduler.schedule()
         failures: list[Failure] = []
         scoring = scheduler.scoring.sequences

@@ -251,6 +251,25 @@ def test_others_start_while_one_waits_for_files_and_late_ones_are_computed() -> 
         second.step()
 
 
+def test_files_that_are_slower_than_computing_are_not_read_for_a_while() -> None:
+    files = Files()
+    first = Rig(12, 30, files=files)
+    first.run("a", prompt(37), 2)
+    first.engine.close()
+    assert first.disk is not None
+    files.present, files.read_s = dict(first.disk.names), 1.03
+    second = Rig(12, 30, files=files)
+    second.host.compute_s = 1.0
+    cached = []
+    for key in range(3):
+        second.run(key, prompt(37), 2)
+        cached.append(second.cached[key])
+        while second.manager.evict():
+            pass
+        second.host.forget(files=False)
+    assert cached == [0, 0, 36]
+
+
 def test_kv_of_no_store_goes_to_no_file_until_another_request_has_it() -> None:
     files = Files()
     rig = Rig(12, 30, files=files)
