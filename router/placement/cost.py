@@ -206,7 +206,7 @@ def reusable(tiers: Sequence[Any], costs: Iterable[Any], leading: Any, most: Any
     """
     held = ops.minimum(ops.maximum(tiers[0], leading), most)
     worth = held
-    for cost, depth in zip(costs, tiers[1:], strict=True):
+    for cost, depth in zip(costs, tiers[1:], strict=False):
         further = ops.maximum(held, ops.minimum(depth, most))
         worth = worth + (1.0 - cost) * (further - held)
         held = further

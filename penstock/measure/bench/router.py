@@ -25,6 +25,7 @@ from penstock.measure.simulation.comparison import (
 )
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import WORKLOADS, Multipliers, TraceError, dealt, multiplied, read
+from penstock.router.placement.cost import TIER_COSTS
 from penstock.router.placement.routing import Weights
 
 
@@ -105,6 +106,11 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
         int, Meta(ge=1, description="of policy kv_cells: gateways, each of which is nearest to a cell")
     ] = 4
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
+    host_blocks: Annotated[int, Meta(ge=0, description="KV blocks in host memory behind them")] = 0
+    disk_blocks: Annotated[int, Meta(ge=0, description="KV blocks on a disk behind these")] = 0
+    tier_costs: Annotated[
+        tuple[Positive, Positive], Meta(description="to bring a block back from each, where computing it is 1")
+    ] = TIER_COSTS
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
     local_prefill_tokens: Annotated[
         int, Meta(ge=-1, description="of policy kv: as the router's flag of this name; the engines are GPUs")
@@ -178,6 +184,8 @@ def fleet(settings: RouterBenchSettings) -> SimulatedFleet:
             settings.ranks,
             slowness=2.0 if number < settings.slow_workers else 1.0,
             decode_slowness=2.0 if number < settings.slow_decode else 1.0,
+            lower=(settings.host_blocks, settings.disk_blocks),
+            tier_costs=settings.tier_costs,
         )
         for number, role in enumerate(roles)
     )

@@ -13,12 +13,16 @@ StoredRun = tuple[list[int], int | None]  # keys, each the child of the one befo
 
 class BlockCache:
     """
+    Args:
+        lower: blocks of the tiers behind it, host memory first. What is evicted goes there, and from there to the next.
+            It stays when it comes back.
+
     Attributes:
         active: blocks in use by sequences, partly filled ones included.
         free: blocks that hold nothing.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, lower: Sequence[int] = ()) -> None:
         self.capacity = self.free = capacity
         self.active = 0
         self._uses: dict[int, int] = {}  # copy -> sequences that use it
@@ -27,6 +31,8 @@ class BlockCache:
         self._key_of: dict[int, int] = {}  # of negative copies
         self._stored: list[StoredRun] = []
         self._removed: list[int] = []
+        self._lower = [(size, OrderedDict[int, None]()) for size in lower if size]
+        self._lower_removed: list[list[int]] = [[] for _ in self._lower]  # that may have left a tier and those before
 
     def __contains__(self, key: int) -> bool:
         return key in self._uses or key in self._idle or key in self._copies
@@ -44,6 +50,16 @@ class BlockCache:
                 active += copies[key][0] in uses
             held += 1
         return held, active
+
+    def match_lower(self, keys: Sequence[int]) -> list[int]:
+        """How many of these keys, behind those that ``match`` found, are to be brought back from each lower tier."""
+        found = [0] * len(self._lower)
+        for key in keys:
+            at = next((number for number, (_, held) in enumerate(self._lower) if key in held), None)
+            if at is None:
+                break
+            found[at] += 1
+        return found
 
     def take(self, prefix: Sequence[int], fresh: int) -> list[int] | None:
         """Use the blocks of ``prefix``, which are held, and ``fresh`` empty ones.
@@ -112,6 +128,31 @@ class BlockCache:
         self.active -= freed
         self.free += private
 
+    def drain_lower(self, stored: Sequence[StoredRun]) -> list[tuple[list[StoredRun], list[int]]]:
+        """As ``drain``, for each lower tier with all before it.
+
+        Args:
+            stored: of ``drain``: blocks come to lower tiers from there only.
+        """
+        drained = []
+        for number, removed in enumerate(self._lower_removed):
+            tiers = [held for _, held in self._lower[: number + 1]]
+            gone = [key for key in dict.fromkeys(removed) if key not in self and all(key not in held for held in tiers)]
+            drained.append((list(stored), gone))
+            removed.clear()
+        return drained
+
+    def _demote(self, key: int) -> None:
+        """A block left the device."""
+        for number, (size, held) in enumerate(self._lower):
+            held[key] = None
+            held.move_to_end(key)
+            if len(held) <= size:
+                return
+            key, _none = held.popitem(last=False)
+            for tier in range(number, len(self._lower)):
+                self._lower_removed[tier].append(key)
+
     def drain(self) -> tuple[list[StoredRun], list[int]]:
         """The keys stored and removed since the last call. A key that was both counts by its present state."""
         stored, removed = self._stored, self._removed
@@ -143,12 +184,14 @@ class BlockCache:
             key = self._key_of.pop(copy) if copy < 0 else copy
             if key not in copies:
                 removed.append(key)
+                self._demote(key)
                 continue
             left = copies[key]
             left.remove(copy)
             if not left:
                 del copies[key]
                 removed.append(key)
+                self._demote(key)
             elif left == [key]:
                 del copies[key]
         self.free += count

@@ -84,6 +84,7 @@ class MockTimes:
         return decode_run_ns(context_tokens, growth, self._pool_tokens, passes)
 
 
+TOKEN_NS = 20_600  # that a prompt's token takes in a whole pass of the mock's
 MAX_SEQUENCES = 256
 MAX_BATCHED_TOKENS = 8192
 _RUN = 512  # passes planned at once at most
@@ -143,6 +144,7 @@ class PassOutcome:
     rejected: list[EngineSequence]
     stored: list[StoredRun]
     removed: list[int]
+    lower: list[tuple[list[StoredRun], list[int]]]  # the same of each lower tier with those before it
 
 
 def _is_new(sequence: EngineSequence) -> bool:
@@ -157,6 +159,8 @@ class SimulatedEngine:
         slowness: factor on the duration of every pass; 2 is half the speed.
         decode_slowness: a further factor on its decode part.
         times: of its passes; None: the mock's.
+        lower: as of ``BlockCache``.
+        lower_ns: to bring a block back from each lower tier; the pass takes so much longer.
     """
 
     def __init__(
@@ -170,8 +174,11 @@ class SimulatedEngine:
         slowness: float = 1.0,
         decode_slowness: float = 1.0,
         times: PassTimes | None = None,
+        lower: Sequence[int] = (),
+        lower_ns: Sequence[int] = (),
     ) -> None:
-        self.cache = BlockCache(blocks)
+        self.cache = BlockCache(blocks, lower)
+        self._lower_ns = [each for each, size in zip(lower_ns, lower, strict=True) if size]
         self.block_size = block_size
         self.preemptions = 0
         self._max_sequences = max_sequences
@@ -299,7 +306,7 @@ class SimulatedEngine:
             if tokens or admitted or preempted:
                 return self.form()  # tokens computed again after a preemption cost no time alone
             return [0] if self._rejected else []
-        duration = _scaled(work.duration_ns(self._times), self._slowness)
+        duration = _scaled(work.duration_ns(self._times), self._slowness) + work.brought_ns
         if not decoding:
             return [duration]
         if admitted or preempted or tokens or (self._waiting and self.takes_more):
@@ -324,7 +331,9 @@ class SimulatedEngine:
                     if not self._holds:
                         self.release(sequence)
                 self._decoding = [each for each in self._decoding if each.running]
-        outcome = PassOutcome(self._first, ended, self._rejected, *self.cache.drain())
+        stored, removed = self.cache.drain()
+        lower = self.cache.drain_lower(stored)
+        outcome = PassOutcome(self._first, ended, self._rejected, stored, removed, lower)
         self._first, self._rejected = [], []
         return outcome
 
@@ -343,10 +352,16 @@ class SimulatedEngine:
             sequence.private -= 1
         return self.preemptions != before
 
-    def _compute(self, sequence: EngineSequence, cached_blocks: int, budget: int, work: "_PrefillWork") -> int:
-        """Schedule the next chunk of a context, behind cached blocks; its tokens, 0: there are no blocks for it."""
+    def _compute(
+        self, sequence: EngineSequence, cached_blocks: int, budget: int, work: "_PrefillWork", brought: int = 0
+    ) -> int:
+        """Schedule the next chunk of a context, behind cached blocks; its tokens, 0: there are no blocks for it.
+
+        Args:
+            brought: further blocks that come from lower tiers.
+        """
         size, cache = self.block_size, self.cache
-        before = sequence.computed + cached_blocks * size
+        before = sequence.computed + (cached_blocks + brought) * size
         after = min(sequence.known_tokens, before + budget)
         have = len(sequence.blocks) + sequence.private + cached_blocks
         taken = cache.take(sequence.keys_between(0, cached_blocks), max(0, -(-after // size) - have))
@@ -387,9 +402,13 @@ class SimulatedEngine:
             if known_blocks - active > self.cache.capacity - self.cache.active:
                 self._blocked = True
                 break
-            tokens = self._compute(sequence, cached, budget, work) if budget > 0 else 0
+            limit = (sequence.known_tokens - 1) // self.block_size
+            lower = self.cache.match_lower(sequence.keys_between(cached, limit)) if self._lower_ns else []
+            tokens = self._compute(sequence, cached, budget, work, sum(lower)) if budget > 0 else 0
             if not tokens:
                 break
+            work.brought_ns += sum(count * each for count, each in zip(lower, self._lower_ns, strict=True))
+            cached += sum(lower)
             self._leave_queue(sequence)
             budget -= tokens
             admitted = True
@@ -466,6 +485,7 @@ class _PrefillWork:
     sequences: int = 0
     before: int = 0
     total: int = 0
+    brought_ns: int = 0  # for blocks from lower tiers
 
     def add(self, before: int, after: int) -> None:
         """A sequence computes the prompt tokens from ``before`` to ``after``."""

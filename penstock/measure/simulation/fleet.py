@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate, count
 
 from penstock.infra.process.class_queue import StartShare
-from penstock.measure.simulation.engine import EngineSequence, SimulatedEngine
+from penstock.measure.simulation.engine import TOKEN_NS, EngineSequence, SimulatedEngine
 from penstock.measure.simulation.policy import Placement, Policy, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.trace import Request
 
@@ -102,6 +102,8 @@ class _Worker:
                 slowness=spec.slowness,
                 decode_slowness=spec.decode_slowness,
                 times=spec.times,
+                lower=spec.lower,
+                lower_ns=[round(cost * block_size * TOKEN_NS) for cost in spec.tier_costs],
             )
             for _ in range(spec.ranks)
         ]
@@ -205,6 +207,8 @@ class Simulation:
         for rank, engine in enumerate(worker.ranks):
             outcome = engine.finish(passes)
             target = (worker.number, rank)
+            if outcome.lower and (outcome.stored or any(removed for _, removed in outcome.lower)):
+                policy.lower_events(target, outcome.lower)
             if outcome.stored or outcome.removed:
                 policy.events(target, outcome.stored, outcome.removed, now)
             for sequence in outcome.first:

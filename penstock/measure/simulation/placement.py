@@ -22,13 +22,13 @@ import msgspec
 
 from penstock.configs.settings import RouterMode
 from penstock.measure.simulation.cache import StoredRun
-from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.trace import Request
 from penstock.router.held.held_requests import Held, HeldOrder, Overlaps
 from penstock.router.placement import decide
 from penstock.router.placement.decision_inputs import Decisions, SessionId, array_decisions
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.holders import Holders, Holding, TargetId
+from penstock.router.state.holders import Holders, Holding, TargetId, TierDepths
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.prefix_index import ApproximateIndex
 from penstock.router.state.target_loads import ENCODE, Load, RoutingTarget
@@ -268,7 +268,9 @@ class PlacementPolicy:
         self._holdings: dict[Target, Holding] = {}
         self._blocks = [worker.blocks for worker in fleet.workers]
         self._predicted = ApproximateIndex(_INDEX_BLOCKS)
-        overlaps = self._index.match if self.kv_events else self._predicted.match
+        self._lower = [Holders(_INDEX_BLOCKS) for _ in range(max(map(_tiers, fleet.workers), default=0))]
+        self._below: dict[Target, list[Holding]] = {}
+        overlaps = self._overlaps if self.kv_events else self._predicted.match
         self.router = SimulatedRouter(overlaps, weights=self.weights, kv_events=self.kv_events)
         self._encoders = _Encoders(fleet)
         self._now = 0
@@ -276,10 +278,16 @@ class PlacementPolicy:
         for number in range(len(fleet.workers) if self.joined else 0):
             self.join(number)
 
+    def _overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
+        found = self._index.match(keys)
+        return TierDepths(found, [each.match(keys) for each in self._lower]) if self._lower else found
+
     def join(self, number: int) -> None:
         """A worker is ready."""
         for rank in range(self._fleet.workers[number].ranks):
-            self._holdings[number, rank] = self._index.open((name(number), rank))
+            target = (name(number), rank)
+            self._holdings[number, rank] = self._index.open(target)
+            self._below[number, rank] = [each.open(target) for each in self._lower]
         self.router.join(registration(number, self._fleet, self.moves))
 
     def drain(self, number: int) -> None:
@@ -326,6 +334,14 @@ class PlacementPolicy:
         for keys, parent in stored:
             self._index.store(holding, keys, parent)
             self.router.stored((name(target[0]), target[1]), keys, now_ns)
+
+    def lower_events(self, target: Target, changes: Sequence[tuple[Sequence[StoredRun], Sequence[int]]]) -> None:
+        below = self._below[target]
+        for number, holders in enumerate(self._lower if self.kv_events else ()):
+            stored, removed = changes[min(number, len(changes) - 1)]
+            holders.remove(below[number], removed)
+            for keys, parent in stored:
+                holders.store(below[number], keys, parent)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
         self.router.moved(str(request.index), now_ns)
@@ -410,4 +426,10 @@ def registration(number: int, fleet: SimulatedFleet, moves: str = "") -> Registr
         queue=worker.max_sequences // 4,  # as workers register
         transfer=transfer,
         moves_prefixes=bool(moves),
+        tier_costs=worker.tier_costs,
     )
+
+
+def _tiers(worker: WorkerSpec) -> int:
+    """Lower tiers of a worker, those before its last one included."""
+    return 2 if worker.lower[1] else 1 if worker.lower[0] else 0

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from penstock.measure.simulation.cache import StoredRun
 from penstock.measure.simulation.engine import MAX_SEQUENCES, PassTimes
 from penstock.measure.simulation.trace import Request
+from penstock.router.placement.cost import TIER_COSTS
 
 Target = tuple[int, int]  # number of the worker in the fleet, rank
 
@@ -21,6 +22,8 @@ class WorkerSpec:
         slowness: factor on the duration of each pass.
         decode_slowness: a further factor on its decode part.
         times: of its passes; None: the mock's.
+        lower: blocks of host memory and of a disk behind each rank's; 0: it has none.
+        tier_costs: to bring a block back from each, where computing it is 1.
     """
 
     role: str = "aggregated"
@@ -30,6 +33,8 @@ class WorkerSpec:
     decode_slowness: float = 1.0
     max_sequences: int = MAX_SEQUENCES
     times: PassTimes | None = None
+    lower: tuple[int, int] = (0, 0)
+    tier_costs: tuple[float, float] = TIER_COSTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,10 @@ class Policy(Protocol):
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         """Blocks that a target has stored and removed in the passes that ended now."""
+        return
+
+    def lower_events(self, target: Target, changes: Sequence[tuple[Sequence[StoredRun], Sequence[int]]]) -> None:
+        """The same of each lower tier with those before it; comes first."""
         return
 
     def prefilled(self, request: Request, now_ns: int) -> None:
