@@ -270,7 +270,7 @@ class PlacementPolicy:
         self._predicted = ApproximateIndex(_INDEX_BLOCKS)
         self._lower = [Holders(_INDEX_BLOCKS) for _ in range(max(map(_tiers, fleet.workers), default=0))]
         self._below: dict[Target, list[Holding]] = {}
-        overlaps = self._overlaps if self.kv_events else self._predicted.match
+        overlaps = self.overlaps if self.kv_events else self._predicted.match
         self.router = SimulatedRouter(overlaps, weights=self.weights, kv_events=self.kv_events)
         self._encoders = _Encoders(fleet)
         self._now = 0
@@ -278,7 +278,7 @@ class PlacementPolicy:
         for number in range(len(fleet.workers) if self.joined else 0):
             self.join(number)
 
-    def _overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
+    def overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
         found = self._index.match(keys)
         return TierDepths(found, [each.match(keys) for each in self._lower]) if self._lower else found
 

@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
 from penstock.measure.simulation.cache import StoredRun
-from penstock.measure.simulation.engine import decode_ns, prefill_ns
-from penstock.measure.simulation.fleet import SimulatedRequest, SimulationError, simulate
+from penstock.measure.simulation.engine import TOKEN_NS, decode_ns, prefill_ns
+from penstock.measure.simulation.fleet import SimulatedRequest, Simulation, SimulationError, simulate
+from penstock.measure.simulation.placement import PlacementPolicy, name
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.rules import RulePolicy, round_robin
 from penstock.measure.simulation.trace import Request, generate
+from penstock.router.state.holders import TierDepths
 
 POOL = 1000 * 64
 MS = 1_000_000
@@ -178,3 +181,43 @@ def test_a_policy_that_places_a_request_twice_is_stopped(monkeypatch: pytest.Mon
     monkeypatch.setattr(policy, "arrive", lambda request, now_ns: policy.held.append(request))
     with pytest.raises(SimulationError, match="placed twice"):
         simulate(SimulatedFleet((WorkerSpec(blocks=1000),)), [request(0)], policy)
+
+
+def test_what_left_the_device_comes_back_in_the_time_that_it_takes() -> None:
+    fleet = SimulatedFleet((WorkerSpec(blocks=20, lower=(10, 20), tier_costs=(0.25, 0.75)),))
+    requests = [request(0, prompt=640 + 7), *(request(at, at_ms=1000 * at, prompt=640) for at in (1, 2, 3))]
+    again = replace(requests[0], index=4, arrival_ns=9000 * MS)
+    result = simulate(fleet, [*requests, again], RulePolicy(round_robin))
+    alone = simulate(SimulatedFleet((WorkerSpec(blocks=20),)), [requests[0]], RulePolicy(round_robin))
+    assert result.served[4].cached_tokens == 640
+    took, computed = (each.first_ns - each.request.arrival_ns for each in (result.served[4], alone.served[0]))
+    brought = round(0.75 * 64 * TOKEN_NS)
+    assert took == prefill_ns(1, 647, 640) + 10 * brought
+    assert took < computed + 10 * brought
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_policy_knows_what_each_tier_has(seed: int) -> None:
+    fleet = SimulatedFleet((WorkerSpec(blocks=300, lower=(200, 300)), WorkerSpec(blocks=300)))
+    policy = PlacementPolicy(seed)
+    requests = [each for each in generate("chat", seed, 150, 2.0).requests(64) if each.prompt_tokens < 250 * 64]
+    requests = [replace(each, index=index) for index, each in enumerate(requests)]
+    simulation = Simulation(fleet, requests, policy)
+    simulation.run()
+    deeper = 0
+    for number in range(2):
+        cache = simulation._workers[number].ranks[0].cache
+        held = [cache, *(tier for _, tier in cache._lower)]
+        for each in requests:
+            depths = [
+                next(
+                    (at for at, key in enumerate(each.keys) if all(key not in tier for tier in held[: count + 1])), None
+                )
+                for count in range(len(held))
+            ]
+            found = policy.overlaps(each.keys)
+            assert isinstance(found, TierDepths)
+            known = list(accumulate(found.tiers((name(number), 0)), max))
+            assert known[: len(held)] == [len(each.keys) if depth is None else depth for depth in depths]
+            deeper += known[0] < known[1] < known[2]
+    assert deeper
