@@ -110,10 +110,9 @@ def check_settings(settings: WorkerSettings) -> None:
                 "--move-prefixes on: other workers read this one's KV cache, so it does not sleep; leave out "
                 "--sleep-after-s and --share-device"
             )
-    if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
-        raise ValueError("--kv-offloading-size applies to the native engine with --role aggregated only")
-    if settings.kv_disk and (settings.engine != "native" or settings.role != "aggregated"):
-        raise ValueError("--kv-disk applies to the native engine with --role aggregated only")
+    for flag, given in (("--kv-offloading-size", settings.kv_offloading_size), ("--kv-disk", settings.kv_disk)):
+        if given and (settings.engine != "native" or settings.role == "encode"):
+            raise ValueError(f"{flag} applies to the native engine, where it keeps KV; leave it out")
     if settings.lora_slots and not support.lora and settings.role != "encode":
         raise ValueError(
             f"--engine {settings.engine} applies no LoRA adapters here; leave out --lora and --lora-folder, or use "

@@ -98,6 +98,7 @@ class BlockReservation(msgspec.Struct, eq=False):
     users: int = 1
     filled: bool = False  # adopted
     named: int = 0  # leading ``blocks`` that are in the cache under their names; of the others it has other copies
+    loaded: int = 0  # the last of ``have`` came from host memory
 
 
 class SequenceRequest(msgspec.Struct):

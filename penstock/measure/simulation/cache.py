@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 StoredRun = tuple[list[int], int | None]  # keys, each the child of the one before; parent of the first, None: the root
+LowerChanges = tuple[list[StoredRun], list[int]]  # what a tier, with those before it, stored and removed
 
 
 class BlockCache:
@@ -128,7 +129,7 @@ class BlockCache:
         self.active -= freed
         self.free += private
 
-    def drain_lower(self, stored: Sequence[StoredRun]) -> list[tuple[list[StoredRun], list[int]]]:
+    def drain_lower(self, stored: Sequence[StoredRun]) -> list[LowerChanges]:
         """As ``drain``, for each lower tier with all before it.
 
         Args:

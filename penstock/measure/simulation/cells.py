@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from penstock.gateway.service import cell_choice
 from penstock.gateway.service.cell_choice import CellChoice
-from penstock.measure.simulation.cache import StoredRun
+from penstock.measure.simulation.cache import LowerChanges, StoredRun
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
 from penstock.measure.simulation.trace import Request
@@ -103,6 +103,9 @@ class CellsPolicy:
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         self._until(now_ns)
         self._policies[self._of_worker[target[0]]].events(target, stored, removed, now_ns)
+
+    def lower_events(self, target: Target, changes: Sequence[LowerChanges]) -> None:
+        self._policies[self._of_worker[target[0]]].lower_events(target, changes)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
         self._until(now_ns)

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from penstock.infra.process.class_queue import StartQueue, StartShare
-from penstock.measure.simulation.cache import BlockCache, StoredRun
+from penstock.measure.simulation.cache import BlockCache, LowerChanges, StoredRun
 
 
 class PassTimes(Protocol):
@@ -144,7 +144,7 @@ class PassOutcome:
     rejected: list[EngineSequence]
     stored: list[StoredRun]
     removed: list[int]
-    lower: list[tuple[list[StoredRun], list[int]]]  # the same of each lower tier with those before it
+    lower: list[LowerChanges]
 
 
 def _is_new(sequence: EngineSequence) -> bool:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.configs.settings import RouterMode
-from penstock.measure.simulation.cache import StoredRun
+from penstock.measure.simulation.cache import LowerChanges, StoredRun
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.trace import Request
 from penstock.router.held.held_requests import Held, HeldOrder, Overlaps
@@ -335,7 +335,7 @@ class PlacementPolicy:
             self._index.store(holding, keys, parent)
             self.router.stored((name(target[0]), target[1]), keys, now_ns)
 
-    def lower_events(self, target: Target, changes: Sequence[tuple[Sequence[StoredRun], Sequence[int]]]) -> None:
+    def lower_events(self, target: Target, changes: Sequence[LowerChanges]) -> None:
         below = self._below[target]
         for number, holders in enumerate(self._lower if self.kv_events else ()):
             stored, removed = changes[min(number, len(changes) - 1)]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from penstock.measure.simulation.cache import StoredRun
+from penstock.measure.simulation.cache import LowerChanges, StoredRun
 from penstock.measure.simulation.engine import MAX_SEQUENCES, PassTimes
 from penstock.measure.simulation.trace import Request
 from penstock.router.placement.cost import TIER_COSTS
@@ -115,7 +115,7 @@ class Policy(Protocol):
         """Blocks that a target has stored and removed in the passes that ended now."""
         return
 
-    def lower_events(self, target: Target, changes: Sequence[tuple[Sequence[StoredRun], Sequence[int]]]) -> None:
+    def lower_events(self, target: Target, changes: Sequence[LowerChanges]) -> None:
         """The same of each lower tier with those before it; comes first."""
         return
 

@@ -8,7 +8,7 @@ ends when those it has are over, as ``penstock drain`` does.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.measure.simulation.cache import StoredRun
+from penstock.measure.simulation.cache import LowerChanges, StoredRun
 from penstock.measure.simulation.fleet import SimulatedRequest
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target
@@ -109,6 +109,9 @@ class ElasticPolicy:
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         self._inner.events(target, stored, removed, now_ns)
+
+    def lower_events(self, target: Target, changes: Sequence[LowerChanges]) -> None:
+        self._inner.lower_events(target, changes)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
         self._pass(now_ns)

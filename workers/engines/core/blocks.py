@@ -16,8 +16,8 @@ again before a sequence starts.
 """
 
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from penstock.schemas.kv import KvEvent, Removed, Stored
 
 HOST, DISK = 1, 2  # tiers in KV events
 RUN = 1024  # names in an event, at most: a batch has to fit a message
+AHEAD, MOST_AHEAD = 4, 4096  # blocks that are saved ahead in a step, and that wait for it
 MOST_WRITES = 32  # to files at once
 FORGIVEN = 0.98  # of the measured time of files, at each look that leaves them alone: then they are tried again
 MOST_READ = 1 / 2  # of the slots, for sequences that wait for blocks from files
@@ -50,6 +51,9 @@ class BlockCopier(Protocol):
         Raises:
             EngineError: the device is lost.
         """
+
+    def settle(self, blocks: Collection[int]) -> None:
+        """Wait for copies of these blocks: other processes write to them."""
 
     def close(self) -> None: ...
 
@@ -476,6 +480,8 @@ class BlockManager:
         cache: the block of each name.
         idle, unused: cached blocks that nobody holds, the first to be evicted first, and blocks without a name.
         memory_only: blocks whose content is not to be written to a file.
+        saves_ahead: blocks that become idle are saved to the host soon, since other processes' writes do not wait for
+            a copy.
     """
 
     def __init__(
@@ -498,6 +504,8 @@ class BlockManager:
         self.observer: BlockObserver | None = None
         self.host = host
         self.memory_only: set[int] = set()
+        self.saves_ahead = False
+        self._newly_idle: deque[int] = deque(maxlen=MOST_AHEAD)
 
     @property
     def available(self) -> int:
@@ -536,8 +544,13 @@ class BlockManager:
                 revived += 1
         return self.available - fresh - revived
 
-    def take(self, hits: list[int], fresh: int) -> list[int] | None:
-        """Allocate a new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there are too few."""
+    def take(self, hits: list[int], fresh: int, *, foreign: bool = False) -> list[int] | None:
+        """Allocate a new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there are too few.
+
+        Args:
+            foreign: other processes write to the empty ones, without waiting for copies of what they held: that is
+                lost, unless it was saved ahead.
+        """
         holders, idle = self.holders, self.idle
         if self.left(hits, fresh) < 0:
             return None
@@ -547,7 +560,7 @@ class BlockManager:
             holders[block] += 1
         table = list(hits)
         for _ in range(fresh):
-            table.append(self._take_one())
+            table.append(self._take_one(foreign=foreign))
         return table
 
     def share(self, table: list[int]) -> list[int]:
@@ -564,15 +577,15 @@ class BlockManager:
         table.append(self._take_one())
         return True
 
-    def _take_one(self) -> int:
-        block = self.unused.pop() if self.unused else self._evict_one()
+    def _take_one(self, *, foreign: bool = False) -> int:
+        block = self.unused.pop() if self.unused else self._evict_one(saved=not foreign)
         if self.memory_only:
             self.memory_only.discard(block)
         self.holders[block] = 1
         self.generations[block] = (self.generations[block] + 1) & 0xFFFFFFFF
         return block
 
-    def _evict_one(self) -> int:
+    def _evict_one(self, *, saved: bool = True) -> int:
         block, _ = self.idle.popitem(last=False)
         name = self.names[block]
         assert name is not None
@@ -580,11 +593,21 @@ class BlockManager:
         self.names[block] = None
         if self.kv_events:
             self._removed.append(name)
-        if self.host is not None:
+        if self.host is not None and saved:
             self.host.save(name, self.parents[block], block, memory_only=block in self.memory_only)
         if self.observer is not None:
             self.observer.discard(block)
         return block
+
+    def save_ahead(self) -> None:
+        """Plan to save some of the blocks that became idle lately."""
+        saved = 0
+        while self.host is not None and self._newly_idle and saved < AHEAD:
+            block = self._newly_idle.popleft()
+            name = self.names[block]
+            if block in self.idle and name is not None and name not in self.host.names:
+                self.host.save(name, self.parents[block], block, memory_only=block in self.memory_only)
+                saved += 1
 
     def evict(self) -> bool:
         """Remove the next block from the cache; False: none is idle."""
@@ -663,6 +686,8 @@ class BlockManager:
                         self.observer.discard(block)
                 else:
                     idle[block] = None
+                    if self.saves_ahead:
+                        self._newly_idle.append(block)
 
     @property
     def has_events(self) -> bool:

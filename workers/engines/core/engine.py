@@ -9,6 +9,7 @@ as long as they equal the drawn tokens, so the output is that of the target alon
 The state of a scheduler in numbers, as engines report it. Pure.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -293,6 +294,9 @@ class ScheduledEngine:
         self.hold: Callable[[list[ScheduledSequence]], list[ScheduledSequence]] | None = None
         self._speculation = speculation
         self._copier = copier
+        if copier is not None:
+            scheduler.reservations.copy = functools.partial(self._copy, copier)
+            scheduler.reservations.settle = copier.settle
         self.info = info
         self.grammars: ConstraintCompiler | None = grammars
         self.adapters = adapters
@@ -353,6 +357,7 @@ class ScheduledEngine:
         if host is None:
             return self._step(began)
         host.poll()
+        self.scheduler.blocks.save_ahead()
         result = self._step(began)
         tokens = result.computed_tokens - len(result.outputs)
         if tokens >= LEAST_PROMPT_TOKENS:

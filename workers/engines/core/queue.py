@@ -35,6 +35,12 @@ from penstock.workers.engines.engine_protocol import BlockReservation, FoundBloc
 class Reservations:
     """Implements ``engine_protocol.KvTransfer``: blocks for prompts whose KV comes from another worker.
 
+    What host memory has of a prompt is brought back, what only files have is not: the other worker is faster.
+
+    Attributes:
+        copy: makes the copies that are planned, without waiting.
+        settle: waits for copies of these blocks.
+
     Args:
         pinned: holds what other workers read of the cache.
         headroom: blocks that must stay available: one for each running sequence to grow into, and those that the first
@@ -45,29 +51,43 @@ class Reservations:
         self._blocks = blocks
         self._pinned = pinned
         self._headroom = headroom
+        self.copy: Callable[[], None] = lambda: None
+        self.settle: Callable[[Seq[int]], None] = lambda blocks: None
         self.expected = 0  # sequences that reservations were made for, and that have not started
         self.reserved_blocks = 0
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
         """Hold the blocks of a prompt, cached or to be filled; None: too few are available now."""
-        hits = self._blocks.match(digests, len(digests))
-        fresh = len(digests) - len(hits) + tails
-        if self._blocks.left(hits, fresh) < self.expected + self._headroom():
+        blocks, host, full = self._blocks, self._blocks.host, len(digests)
+        hits = blocks.match(digests, full)
+        fresh = full - len(hits) + tails
+        if blocks.left(hits, fresh) < self.expected + self._headroom():
             return None
-        table = self._blocks.take(hits, fresh)
+        if host is not None:
+            blocks.saves_ahead = True
+            self.copy()
+        table = blocks.take(hits, fresh, foreign=True)
         assert table is not None
-        full = len(digests)
+        have = len(hits)
+        if host is not None:
+            self.settle(table[have:])
+            names = host.match(digests, have, full)
+            host.pin(names)
+            host.load(names, table[have : have + len(names)], memory_only=True)
+            self.copy()
+            have += len(names)
         self.reserved_blocks += len(table)
         self.expected += users
-        return BlockReservation(list(digests), table[:full], len(hits), table[full:], users)
+        return BlockReservation(list(digests), table[:full], have, table[full:], users, loaded=have - len(hits))
 
     def adopt(self, reservation: BlockReservation) -> None:
         """The blocks are filled: enter them into the prefix cache."""
         reservation.filled = True
         if self._blocks.prefix_cache:
-            reservation.named = self._blocks.name(
-                reservation.blocks, reservation.digests, reservation.have, len(reservation.blocks)
-            )
+            first, last = reservation.have - reservation.loaded, len(reservation.blocks)
+            reservation.named = self._blocks.name(reservation.blocks, reservation.digests, first, last)
+            if self._blocks.host is not None:  # until a sequence starts with them that may be stored
+                self._blocks.memory_only.update(reservation.blocks[first:])
 
     def release(self, reservation: BlockReservation) -> None:
         """Free the blocks that no sequence has taken; a second call does nothing."""

@@ -197,8 +197,8 @@ class KvCacheManager:
 
     @property
     def in_one_pool(self) -> bool:
-        """Whether all KV of a block is in one pool, and only there, so that other workers can read and write it."""
-        return self.windows is None and self.blocks.host is None
+        """Whether all KV of a block is in one pool, so that other workers can read and write it."""
+        return self.windows is None
 
     def admit(self, sequence: Sequence, computed: int) -> None:
         """A sequence starts behind ``computed`` cached tokens; its blocks are allocated."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # A step of prompts that are handed off takes no further one once it has this many tokens. More do not compute faster,
 # but all wait for the last: beside 4,000-token prompts at 60 % load, prompts of 256 wait half as long for first tokens.
 ENOUGH_HANDED_OFF_TOKENS = 2048
-NO_HANDOFF = "KV in two pools or in host memory is not handed off; use --hybrid-kv-cache off --kv-offloading-size 0"
+NO_HANDOFF = "KV in two pools is not handed off; use --no-hybrid-kv-cache"
 
 
 def new_sequence(

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 
 import msgspec
 import structlog
@@ -77,6 +78,7 @@ class HostPool:
             raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
         self._bytes = self._data.view(torch.uint8).reshape(slots, -1).numpy()
         self._copied: torch.cuda.Event | None = None  # behind the copies so far
+        self._under_way: deque[tuple[torch.cuda.Event, frozenset[int]]] = deque()  # with their blocks
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None  # around the last loads
         self.load_s = 0.0
 
@@ -101,10 +103,21 @@ class HostPool:
             for slot, block in copies.loads:
                 blocks[block].copy_(slots[slot], non_blocking=True)
             self._copied = self._event()
+        if self._copied is not None:
+            while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
+                self._under_way.popleft()
+            blocks_of = [block for block, _ in copies.saves] + [block for _, block in copies.loads]
+            self._under_way.append((self._copied, frozenset(blocks_of)))
         if timed is not None and self._copied is not None:
             self._timed = timed, self._copied, len(copies.loads)
         elif copies.loads:
             self._learn((time.perf_counter() - began) / len(copies.loads))
+
+    def settle(self, blocks: Collection[int]) -> None:
+        for copied, touched in self._under_way:
+            if not touched.isdisjoint(blocks):
+                with device_errors():
+                    copied.synchronize()
 
     def _event(self) -> "torch.cuda.Event | None":
         if self._device.type != "cuda":

@@ -1,8 +1,7 @@
 """Blocks that leave the device come back from host memory with their KV, under their names, and the events say so."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +19,7 @@ from penstock.workers.engines.core.blocks import (
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, StepResult
+from penstock.workers.engines.engine_protocol import EngineInfo, StepResult
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, names, request
@@ -35,6 +34,7 @@ class Copier:
 
     def __init__(self, memory: PoolMemory) -> None:
         self.memory = memory
+        self.settled: list[int] = []
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.closed = False
 
@@ -45,6 +45,9 @@ class Copier:
             self.slots.update({(slot, offset): content[block, offset] for offset in range(SIZE)})
         for slot, block in copies.loads:
             content.update({(block, offset): self.slots[slot, offset] for offset in range(SIZE)})
+
+    def settle(self, blocks: Collection[int]) -> None:
+        self.settled += blocks
 
     def close(self) -> None:
         self.closed = True
@@ -132,7 +135,8 @@ class Rig:
             assert len(self.disk.names) <= self.disk.most_blocks
             used |= set(self.disk.writing.values()) | set(self.disk.reading.values())
         assert len(used) + len(self.host.free) == self.host.slots
-        check_pool(self.manager, [sequence.blocks for sequence in self.scheduler.running])
+        tables = [sequence.blocks for sequence in self.scheduler.running]
+        check_pool(self.manager, tables + self.scheduler.pinned.tables)
         self.memory.check_names(self.manager)
         return result
 
@@ -301,13 +305,73 @@ def test_a_full_disk_keeps_nothing_waiting() -> None:
     assert not rig.engine.has_work(), "an idle engine does not wait for a disk"
 
 
-def test_handoffs_are_refused_and_the_copier_is_closed() -> None:
+def test_the_copier_is_closed() -> None:
     rig = Rig(12, 4)
-    assert rig.engine.kv_transfer is None
-    with pytest.raises(RequestError, match="--kv-offloading-size 0"):
-        rig.engine.submit(request("a", prompt(9), pin=True))
     rig.engine.close()
     assert rig.copier.closed
+
+
+def handed(rig: Rig, key: object, length: int, count: int) -> tuple[int, list[int]]:
+    """Receive a prompt's KV as from another worker. Returns: blocks that were there, and the answer."""
+    tokens = prompt(length)
+    digests = names(tokens)
+    transfer = rig.engine.kv_transfer
+    assert transfer is not None
+    reservation = transfer.reserve(digests, 1 if length % SIZE else 0, 1)
+    assert reservation is not None
+    assert set(reservation.blocks[reservation.have :] + reservation.tails) <= set(rig.copier.settled)
+    assert not rig.host.take_copies(), "nothing is copied while another process writes"
+    for at, block in enumerate(reservation.blocks + reservation.tails):
+        written = {(block, offset): tuple(tokens[: at * SIZE + offset + 1]) for offset in range(SIZE)}
+        if reservation.have <= at:
+            rig.memory.content.update(written)
+        else:
+            assert {place: rig.memory.content[place] for place in written} == written, "it is there already"
+    transfer.adopt(reservation)
+    first = expected_tokens(tokens, count, WORDS)[0]
+    asked = request(key, tokens, count, ignore_eos=True, root=ROOT, generated=[first], reservation=reservation)
+    rig.engine.submit(asked)
+    found = [first]
+    while rig.engine.has_work():
+        found += [output.token for output in rig.step().outputs]
+    return reservation.have, found
+
+
+def test_a_decode_worker_brings_back_what_it_has_and_receives_the_rest() -> None:
+    rig = Rig(30, 60)
+    wanted = expected_tokens(prompt(37), 5, WORDS)
+    assert handed(rig, "a", 37, 5) == (0, wanted)
+    for key in range(6):  # what becomes idle is saved, a few blocks in each step
+        rig.run(key, prompt(20, 1), 6)
+    while rig.manager.evict():
+        pass
+    have, answer = handed(rig, "b", 37, 5)
+    assert answer == wanted
+    assert have == 9
+    assert rig.engine.stats().loaded_blocks >= 9
+
+
+def test_blocks_that_others_write_to_are_not_saved_meanwhile() -> None:
+    rig = Rig(12, 60)
+    rig.run("a", prompt(40, 1), 2)
+    kept = set(rig.host.names)
+    have, answer = handed(rig, "b", 37, 4)
+    assert (have, answer) == (0, expected_tokens(prompt(37), 4, WORDS))
+    assert not set(names(prompt(40, 1))) & (set(rig.host.names) - kept), "what they held is lost"
+
+
+def test_blocks_that_came_back_are_handed_on() -> None:
+    rig = Rig(12, 30)
+    rig.run("a", prompt(37), 2)
+    rig.run("b", prompt(40, 1), 2)
+    rig.engine.submit(request("c", prompt(37), 1, ignore_eos=True, root=ROOT, pin=True))
+    pinned = [each for _ in range(3) for each in rig.step().pinned]
+    assert rig.cached["c"] == 36
+    (found,) = pinned
+    for position, token in enumerate(prompt(37)):
+        place = (found.blocks[position // SIZE], position % SIZE)
+        assert rig.memory.content[place][-1] == token
+    assert rig.engine.release_pinned("c")
 
 
 @examples(80)

@@ -183,7 +183,7 @@ def test_no_evict_admits_only_what_has_room_for_its_window() -> None:
 def test_handoffs_are_refused() -> None:
     rig = Rig(8, 9)
     assert rig.engine.kv_transfer is None
-    with pytest.raises(RequestError, match="--hybrid-kv-cache off"):
+    with pytest.raises(RequestError, match="--no-hybrid-kv-cache"):
         rig.engine.submit(request("a", prompt(9), pin=True))
 
 

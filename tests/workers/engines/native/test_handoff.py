@@ -128,6 +128,25 @@ def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(
     assert (target.stats().pinned_blocks, source.stats().pinned_blocks) == (0, 0)
 
 
+def test_both_ends_of_a_handoff_bring_back_what_they_have_in_host_memory() -> None:
+    """The prompt has left both pools; of it, the target has the beginning and reads the rest."""
+    words, beginning = LONG[:512], LONG[:256]
+    source, target = (demo(kv_blocks=24, kv_offloading_size=0.1) for _ in range(2))
+    run(source, [request("first", words, 1, root=ROOT)])
+    run(target, [request("first", beginning, 1, root=ROOT)])
+    for engine in (source, target):
+        run(engine, [request(at, [(3 + at) * token % 1270 for token in LONG[:530]], 200) for at in range(2)])
+    pinned, first = prefilled(source, request(0, words, 1, root=ROOT))
+    assert source.stats().loaded_blocks >= 15
+    digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT))
+    item = handed_off(source, target, pinned, digests, tail=False)
+    assert (item.reservation.have, item.reservation.loaded) == (8, 8)
+    more = request(0, words, 16, root=ROOT, digests=digests, generated=[first], reservation=item.reservation)
+    target.submit(more)
+    results = drain(target)
+    assert [first, *(output.token for result in results for output in result.outputs)] == whole_answer(512, 0.0)
+
+
 @needs_nixl
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_latents_move_over_nixl_and_nothing_of_the_prompt_is_computed(

@@ -24,8 +24,8 @@ class NativeOptions:
         no_evict: see ``Scheduler``.
         hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows. KV
             cannot be handed off then.
-        kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. All layers are in one pool
-            then.
+        kv_offloading_size: GiB of host memory for KV blocks that leave the pool, in one pool for all layers then; 0:
+            none.
         kv_disk: folder for KV blocks that leave host memory, of which there is ``DISK_HOST_GIB`` at least; "": none.
         kv_disk_bytes: of files in it, at most.
         quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded.
