@@ -63,9 +63,8 @@ def test_a_prompt_is_found_again_after_a_restart(
     kv_dtype: str, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     directory = model_dir("llama")
-    options = NativeOptions(
-        device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=4 * MIB, kv_disk=str(tmp_path), kv_dtype=kv_dtype
-    )
+    sizes = {"block_size": 8, "kv_blocks": 14, "kv_offloading_size": 4 * MIB, "max_batched_tokens": 8}
+    options = NativeOptions(device="cpu", kv_disk=str(tmp_path), kv_dtype=kv_dtype, **sizes)  # type: ignore[arg-type]
     answers, cached = [], []
     for _ in range(2):
         native = build(str(directory), options)
