@@ -18,6 +18,7 @@ from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import content_type, decoder
 
 FAILED = "failed"  # begins why a worker returned an attempt that may fall back to another model: its code and message
+WAITED = "waited"  # begins why a worker returned an attempt that it did not start in time, so that it may fall back
 FELL_BACK = "fallback"  # begins the reason of an attempt by which a request moved to another model
 WORKER_LOST = "worker_lost"  # how the reason for an attempt begins after the worker of the one before was lost
 SUSPECT = "suspect"  # a worker that ran it crashed
@@ -28,6 +29,13 @@ ALONE = "alone"  # two did: its worker runs nothing else meanwhile
 def failed(code: Code, message: str) -> str:
     """Why a worker returned an attempt that failed before its first token, and may fall back to another model."""
     return f"{FAILED} {code.value} {message}"
+
+
+def waited(earlier: Iterable["EarlierWorker"], since: int) -> int:
+    """Attempts, from number ``since`` on, that were returned since no worker had started them."""
+    return len(
+        {each.attempt for each in earlier if each.attempt >= since and each.ended.startswith(f"returned: {WAITED}")}
+    )
 
 
 def failure_in(reason: str) -> tuple[Code, str] | None:

@@ -150,6 +150,7 @@ def trimmed(request: GenerateRequest) -> GenerateRequest:
         embedding=embedding,
         parsing=None,
         client_body=b"",
+        chat=b"",
         constraint=None,
         trace=None,
         fallbacks=without_fallbacks(request).fallbacks,
@@ -168,7 +169,7 @@ def why_fall_back(pending: PendingRequest, workers: bool, now_ns: int, absent_s:
         return ""
     waited_s = (now_ns - (pending.since_ns if request.fallback else request.created_ns)) / 1e9
     if 0 < request.fallback_after_s <= waited_s:
-        return f"no worker of {request.model!r} took it within {request.fallback_after_s:g} s"
+        return f"no worker of {request.model!r} started it within {request.fallback_after_s:g} s"
     return f"{request.model!r} has no worker" if not workers and waited_s >= absent_s else ""
 
 

@@ -215,6 +215,9 @@ class Recovery:
         failure = self._failure(pending, attempt, reason)
         self._cluster.tracker.requeue(attempt.request_id, attempt.attempt)
         if failure is None:
+            _, waited, why = reason.partition(f"returned: {jobs.WAITED}: ")
+            if waited and await self._fall_back(pending, why):
+                return
             log.info("request_requeued", request=attempt.request_id, attempt=pending.attempt, reason=reason)
             await self._place(pending)
         elif not await self._fall_back(pending, f"{failure[0].value}: {failure[1]}"):
@@ -228,14 +231,17 @@ class Recovery:
             return Code.engine_error, f"{reason}; the attempt before {attempt.reason}"
         if not self._used_up(pending):
             return None
-        count = attempt.attempt - _in_cells(pending)
+        count = (
+            attempt.attempt - _in_cells(pending) - jobs.waited(pending.earlier_workers, pending.request.fell_back_at)
+        )
         workers = "1 worker was" if count == 1 else f"{count} workers in turn were"
         return Code.worker_lost, f"{workers} lost or failed while running this request ({reason})"
 
     def _used_up(self, pending: PendingRequest) -> bool:
         """Whether a request may have no further attempt. Crashes have a limit of their own, no worker failed when
-        another cell returned it, and a fallback begins to count anew."""
+        another cell returned it or it was not started in time, and a fallback begins to count anew."""
         uncounted = self._cluster.returned.crashes(pending.request.id) + _in_cells(pending)
+        uncounted += jobs.waited(pending.earlier_workers, pending.request.fell_back_at)
         before = max(0, pending.request.fell_back_at - 1)
         return pending.attempt - uncounted - before > self._max_attempts
 

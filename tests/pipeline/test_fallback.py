@@ -163,6 +163,33 @@ async def test_a_request_whose_only_worker_is_killed_before_the_first_token_fall
     assert (lost.worker, record.attempt) == (name, 2)
 
 
+async def test_a_request_that_waits_in_its_worker_for_too_long_falls_back(
+    http: httpx.AsyncClient, deployment: Deployment, oracle: Oracle
+) -> None:
+    """The router has given it to the worker, which runs another one."""
+    flags = ("--engine", "mock", "--mock-speedup", "0.02", "--max-running", "1", "--model", str(TINY))
+    slow = deployment.also("worker", *flags, "--served-model-name", "small")
+    slow.wait_for("worker_registered")
+    bus = await connect(deployment.state.nats_url, role="operator", name="test", namespace="ps")
+    try:
+        long = CHAT | {"max_tokens": 500, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/chat/completions", json=long) as first:
+            lines = first.aiter_lines()  # to leave it would cancel the request
+            while '"content"' not in await anext(lines):
+                pass
+            answer = await said(http, "/v1/chat/completions", CHAT)
+            _, record = await ending(bus, answer.headers["x-request-id"])
+    finally:
+        slow.kill()
+        await bus.close()
+    assert (answer.json()["model"], answer.json()["choices"][0]["message"]["content"].strip()) == (
+        "demo", oracle.answer(CHAT, COUNT).strip()
+    )  # fmt: skip
+    (waited,) = record.timings.earlier_workers
+    assert waited.ended.startswith("returned: waited: no worker of it started the request within 5 s")
+    assert record.attempt == 2
+
+
 class Failing(Played):
     """A server of small that takes the probes of a worker, and fails as it is told."""
 

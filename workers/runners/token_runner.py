@@ -37,6 +37,7 @@ from penstock.schemas.control import (
     Wake,
 )
 from penstock.schemas.errors import Code
+from penstock.schemas.jobs import WAITED
 from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.transfer import Endpoint, Memory, Prefilled
@@ -286,6 +287,7 @@ class TokenRunner:
         self._profiling = False
         self._dumper = Dumper(engine, context.id, context.epoch)
         self.stage_tasks: set[asyncio.Task[Any]] = set()
+        self._returning: asyncio.Task[Any] | None = None  # of requests that another model may run
         self._compiling: set[asyncio.Task[Any]] = set()
         self.disaggregation = DisaggCoordinator(
             context, engine, info, transport, vision, self._submit, prefixes, self._pace.computing_s
@@ -499,7 +501,15 @@ class TokenRunner:
 
     async def not_begun(self) -> list[RunningRequest]:
         """Asks the engine thread: a first token may be on its way here, and then this worker must continue."""
-        waiting = [running for running in self._requests.running.values() if not running.started_ns]
+        return await self._unstarted([running for running in self._requests.running.values() if not running.started_ns])
+
+    async def _return_late(self, late: list[RunningRequest]) -> None:
+        """Return those that have not started, so that another model may run them."""
+        for running in await self._unstarted(late):
+            after_s = running.request.fallback_after_s
+            self._terminal.requeue(running, f"{WAITED}: no worker of it started the request within {after_s:g} s")
+
+    async def _unstarted(self, waiting: list[RunningRequest]) -> list[RunningRequest]:
         groups = [running.sequences for running in waiting]
         try:
             async with asyncio.timeout(SETTLE_S):
@@ -623,6 +633,10 @@ class TokenRunner:
         stats = self._stats
         self._tier_costs = tier_costs(self._tier_costs, stats.load_s, stats.disk_read_s, stats.compute_s)
         self._core_waits.look(now)
+        if self._returning is None or self._returning.done():
+            now_ns = self._context.bus.clock.now_ns()
+            if late := [each for each in self._requests.running.values() if each.waits_too_long(now_ns)]:
+                self._returning = self._context.tasks.spawn(self._return_late(late), name="late")
         if self._weights is not None and self._weights.watches:
             self._weights.look(now)
         steps = self._engine.steps

@@ -23,7 +23,7 @@ from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.registry import stop_search
 from penstock.schemas import block_hashes, done, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.jobs import ALONE, EarlierWorker, Job, Stage, earlier_workers, rank_of, weight_of
+from penstock.schemas.jobs import ALONE, EarlierWorker, Job, Stage, earlier_workers, rank_of, waited, weight_of
 from penstock.schemas.requests import MARKS, GenerateRequest, Sampling, Stop
 from penstock.schemas.tokens import Finish, Logprob, carried
 from penstock.schemas.trace import Stamps, headers, stage_name
@@ -76,6 +76,16 @@ class RunningRequest(msgspec.Struct, eq=False):
     def falls_back(self) -> bool:
         """Whether another model may run it in place of this one, since no token was streamed."""
         return bool(self.request.fallbacks) and not any(sequence.tokens for sequence in self.sequences)
+
+    def waits_too_long(self, now_ns: int) -> bool:
+        """Whether another model is to run it, if one can: this worker has not started it in time. Asked for once: if
+        no other model can, it waits here."""
+        request, job = self.request, self.job
+        if not request.fallback_after_s or job is None or self.started_ns or self.prefilled or not self.falls_back:
+            return False
+        since_ns = self.routed_ns if request.fallback else request.created_ns
+        late = now_ns - since_ns >= request.fallback_after_s * 1e9
+        return late and not waited(earlier_workers(job), request.fell_back_at)
 
     @property
     def ended(self) -> bool:

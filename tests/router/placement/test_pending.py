@@ -83,7 +83,7 @@ def may_fall_back(*models: str, **fields: Any) -> GenerateRequest:
         (0.5, False, ""),
         (1.0, False, "'m' has no worker"),
         (4.9, True, ""),
-        (5.0, True, "no worker of 'm' took it within 5 s"),
+        (5.0, True, "no worker of 'm' started it within 5 s"),
     ],
 )
 def test_a_held_request_falls_back_without_workers_and_after_a_wait(

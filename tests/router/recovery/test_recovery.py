@@ -20,7 +20,7 @@ from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import deletions, done, jobs, tokens, wire
 from penstock.schemas.cells import cell_target
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import GenerateRequest, new_request_id
+from penstock.schemas.requests import Fallback, GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually
@@ -191,6 +191,20 @@ async def test_cells_that_return_a_request_use_up_none_of_its_attempts(
         end = await log.end(asked)
         assert end.code == Code.worker_lost
         assert end.message.startswith("1 worker was lost")
+
+
+async def test_a_request_that_was_not_started_in_time_and_has_no_other_model_uses_up_no_attempt(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, max_attempts=1) as one:
+        asked = request(fallbacks=(Fallback("absent"),), fallback_after_s=5.0)
+        stub = await on(clients, one, "w1", asked)
+        await stub.hand_back(asked, reason=f"{jobs.WAITED}: no worker of it started the request within 5 s")
+        _, job = await clients.placed(asked, 2)
+        assert jobs.waited(jobs.earlier_workers(job), 0) == 1
+        await eventually(lambda: _echoed(one, asked))
+        await lose(clients, stub)
+        assert (await log.end(asked)).message.startswith("1 worker was lost")
 
 
 async def test_a_returned_request_is_requeued(log: LogClient, clients: Clients, one: Routing) -> None:

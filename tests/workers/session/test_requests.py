@@ -7,8 +7,8 @@ from penstock.infra.model.modeldir import DEMO, TINY, load_tokenizer
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import block_hashes, done, jobs, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.jobs import Decision, Job, Stage
-from penstock.schemas.requests import GenerateRequest, Parsing, Sampling, Stop
+from penstock.schemas.jobs import Decision, DecisionInputs, EarlierWorker, Job, Stage
+from penstock.schemas.requests import Fallback, GenerateRequest, Parsing, Sampling, Stop
 from penstock.schemas.tokens import Finish
 from penstock.workers.session.requests import RunningRequest, admit, already_over, next_job, sequence_requests, terminal
 
@@ -47,6 +47,35 @@ def active(
     decision = Decision(mode="kv", chosen="w", router="r", at_ns=15)
     job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, resume, finished, scored=scored)
     return admit(job, asked, None, detokenizer)
+
+
+S = 10**9
+
+
+@pytest.mark.parametrize(
+    ("fields", "started", "earlier", "late"),
+    [
+        ({}, False, (), True),
+        ({}, True, (), False),
+        ({"fallback_after_s": 0.0}, False, (), False),
+        ({"fallbacks": ()}, False, (), False),
+        ({"fallback": 1, "fell_back_at": 3}, False, (), False),
+        ({}, False, (EarlierWorker(2, "v", f"returned: {jobs.WAITED}: 5 s"),), False),
+        ({}, False, (EarlierWorker(2, "v", "returned: draining"),), True),
+    ],
+    ids=["late", "started", "patient", "alone", "begun as a fallback", "returned before", "drained"],
+)
+def test_a_request_that_may_fall_back_waits_for_its_start_for_a_time(
+    fields: dict[str, object], started: bool, earlier: tuple[EarlierWorker, ...], late: bool
+) -> None:
+    given: dict[str, object] = {"fallbacks": (Fallback("small"),), "fallback_after_s": 5.0} | fields
+    asked = msgspec.structs.replace(request(), created_ns=0, deadline_ns=60 * S, **given)
+    decision = Decision(mode="kv", chosen="w", router="r", at_ns=2 * S)
+    job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, inputs=DecisionInputs(earlier_workers=earlier))
+    running = admit(job, asked, None, None)
+    running.started_ns = S * started
+    assert running.waits_too_long(6 * S) is late
+    assert not running.waits_too_long(4 * S)
 
 
 def test_a_new_request_becomes_one_sequence_per_choice() -> None:
