@@ -278,4 +278,6 @@ class PrepareContext(NamedTuple):
     def max_model_len(self) -> int:
         """Prompt + output, in tokens."""
         workers = self.worker_max_model_len
+        if self.carries_chat and workers:  # the model is the server's, whichever folder counts its prompts
+            return workers
         return min(self.model.length.limit(workers), workers) if workers else self.model.max_model_len

@@ -89,7 +89,7 @@ def check_chat(request: SequenceRequest, info: EngineInfo, abilities: ServerAbil
         raise RequestError(Code.worker_lost, LOST.format(len(request.generated)))
     chat = msgspec.json.decode(request.chat, type=_Asked)
     if chat.response_format is not None and chat.response_format.type == "json_schema" and not abilities.schemas:
-        raise RequestError(Code.unsupported, "response_format: this worker's server refuses JSON schemas")
+        raise RequestError(Code.unsupported, "response_format: this worker's server applies no JSON schemas")
     if chat.continue_final_message and abilities.continues != BY_FLAGS:
         raise RequestError(Code.unsupported, "continue_final_message: this worker's server does not continue messages")
 

@@ -59,7 +59,8 @@ from penstock.workers.engines.openai.protocol import (
 log = structlog.get_logger("engine")
 
 COMPLETIONS, CHATS = "completions", "chat/completions"
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "probe", "schema": {"type": "object"}}}
+_OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "probe", "strict": True, "schema": _OBJECT}}
 LEAST_TOKENS = 16  # that a model which thinks needs to answer at all
 KEY_VARIABLE = "PENSTOCK_URL_KEY"
 CONNECT_S = 10.0
@@ -206,10 +207,10 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir, a
     """
     there = await server.models()
     name = wanted or (next(iter(there)) if len(there) == 1 else model.name)
-    if name not in there:
+    if name not in there and (there or not wanted):  # some list none
         raise BadArguments([f"--url-model {name}: {server.url} has {', '.join(sorted(there)) or 'no model'}"])
     if api == "chat":
-        return await chat_abilities_of(server, name, there[name])
+        return await chat_abilities_of(server, name, there.get(name, 0))
     try:
         probe = await server.complete(model=name, prompt=PROBE, max_tokens=1, temperature=0.0)
     except CompletionRefused as error:
@@ -218,7 +219,7 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir, a
             raise BadArguments([problem]) from error
         log.info("server_has_chats_only", url=server.url, reason=str(error))
         try:
-            return await chat_abilities_of(server, name, there[name])
+            return await chat_abilities_of(server, name, there.get(name, 0))
         except BadArguments as neither:
             raise BadArguments([problem, *neither.problems]) from error
     counted = int((probe.get("usage") or {}).get("prompt_tokens") or 0)
@@ -250,7 +251,7 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir, a
     if not await takes(**OPTIONAL):
         refuses = frozenset([option for option, value in OPTIONAL.items() if not await takes(**{option: value})])
         log.warning("options_left_out", options=sorted(refuses), reason="the server refuses them")
-    return ServerAbilities(name, takes_ids, sends_ids, there[name], takes_salt, refuses)
+    return ServerAbilities(name, takes_ids, sends_ids, there.get(name, 0), takes_salt, refuses)
 
 
 async def chat_abilities_of(server: CompletionServer, name: str, max_model_len: int) -> ServerAbilities:
@@ -287,6 +288,19 @@ async def chat_abilities_of(server: CompletionServer, name: str, max_model_len: 
     async def taken(options: dict[str, Any]) -> bool:
         return bool(await takes(question, **options, **({"stream": True} if "stream_options" in options else {})))
 
+    async def applied() -> bool:
+        """Whether an answer matches a schema: some servers pass over it."""
+        try:
+            found = await server.complete(
+                CHATS, model=name, messages=[question], response_format=SCHEMA, **dict.fromkeys(limit, LEAST_TOKENS)
+            )
+            text = found["choices"][0]["message"].get("content") or "{"  # it may still think
+        except (CompletionRefused, ServerFault):
+            return False
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ServerLost(f"{server.url}/{CHATS} answers with no completion: {error!r}") from error
+        return str(text).lstrip().startswith("{")
+
     refuses = frozenset[str]()
     if not await taken(dict(CHAT_OPTIONAL)):
         refuses = frozenset([option for option, value in CHAT_OPTIONAL.items() if not await taken({option: value})])
@@ -296,7 +310,7 @@ async def chat_abilities_of(server: CompletionServer, name: str, max_model_len: 
     return ServerAbilities(
         name, takes_ids=False, sends_ids=False, max_model_len=max_model_len, refuses=refuses, chat=True,
         takes_salt=await taken({"cache_salt": "probe"}), limit=next(iter(limit)), continues=how,
-        schemas=await taken({"response_format": SCHEMA}),
+        schemas=await applied(),
     )  # fmt: skip
 
 
@@ -437,6 +451,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                         if len(words) >= MOST_WORDS:
                             break
                     _raise(answer, words)
+                self._report(sequence, reader, [])
                 async for data in events(answer.aiter_bytes()):
                     waited = not self._on_chunk(sequence, reader, data)
                     if began and not waited:
@@ -476,6 +491,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
     def _report(
         self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | ChatReader, new: list[Token]
     ) -> None:
+        """Note that the server has the sequence, and new tokens."""
         if not sequence.cancelled:
             cached = None if sequence.responded else 0
             sequence.responded = True
@@ -603,6 +619,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
             raise EngineError(f"the server at {server.url} cannot be used: {error}") from error
         undo.callback(lambda: loop.run(server.http.aclose(), CONNECT_S))
         longest = model.length.limit(settings.max_model_len)
+        if abilities.chat and settings.max_model_len:  # the folder may be of another model
+            longest = settings.max_model_len
         info = EngineInfo(
             name="openai",
             block_size=settings.block_size,

@@ -223,7 +223,7 @@ def test_whether_a_server_continues_a_message_is_seen_by_its_count(
     ("request_", "abilities", "error"),
     [
         (SequenceRequest("k", [20], Sampling(), Stop(4)), FLAGS, "takes chats only"),
-        (asked(CHAT | {"response_format": {"type": "json_schema"}}), NEITHER, "refuses JSON schemas"),
+        (asked(CHAT | {"response_format": {"type": "json_schema"}}), NEITHER, "applies no JSON schemas"),
         (asked(CHAT | {"continue_final_message": True}), NEITHER, "does not continue"),
         (asked(said="one"), NEITHER, "was lost when 1 tokens|was lost when 2 tokens|was lost when 3 tokens"),
         (asked(said="<\x10call>f"), FLAGS, "was lost when"),

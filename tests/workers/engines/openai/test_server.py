@@ -20,7 +20,7 @@ from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.done import Usage
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import CARRIED_CHAT, Sampling, Stop
-from penstock.workers.engines.engine_protocol import EngineError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineError, RequestError, SequenceRequest
 from penstock.workers.engines.openai.server import KEY_VARIABLE, from_settings
 from tests.workers.engines.contract import Driver
 
@@ -114,8 +114,9 @@ def texts(handler: Handler, body: dict[str, Any]) -> None:
         handler.whole(400, {"error": {"message": "a prompt is a string"}})
 
 
-def chats(*refused: str, continued: int = 21, again: int = 26) -> Answer:
-    """Takes chats only, and none with the options that are refused; it counts prompts as ``continues`` reads them."""
+def chats(*refused: str, continued: int = 21, again: int = 26, says: str = '{"a": 1}') -> Answer:
+    """Takes chats only, and none with the options that are refused; it counts prompts as ``continues`` reads them, and
+    answers to all schemas the same."""
 
     def answer(handler: Handler, body: dict[str, Any]) -> None:
         if "messages" not in body:
@@ -127,7 +128,7 @@ def chats(*refused: str, continued: int = 21, again: int = 26) -> Answer:
         else:
             begun = len(body["messages"]) > 1
             count = continued if "continue_final_message" in body else again if begun else 20
-            handler.whole(200, {"choices": [{"message": {"content": "1"}}], "usage": {"prompt_tokens": count}})
+            handler.whole(200, {"choices": [{"message": {"content": says}}], "usage": {"prompt_tokens": count}})
 
     return answer
 
@@ -599,6 +600,17 @@ def test_a_server_that_has_chats_only_is_asked_for_chats(far: Played, drive: Cal
     assert not {"prompt", "max_tokens"} & asked.keys()
 
 
+def test_a_server_that_lists_no_models_is_asked_for_the_one_that_was_named(
+    far: Played, drive: Callable[..., Driver]
+) -> None:
+    far.names = []
+    far.answers = [says(said(30, finish="length"))]
+    assert drive(url_model="named").answer(ask(1, 1)) == [30]
+    assert far.asked[0]["model"] == "named"
+    with pytest.raises(BadArguments, match="no model"):
+        drive()
+
+
 def test_a_chat_goes_on_behind_what_came_where_the_server_continues_messages(
     far: Played, drive: Callable[..., Driver]
 ) -> None:
@@ -612,6 +624,23 @@ def test_a_chat_goes_on_behind_what_came_where_the_server_continues_messages(
     assert far.asked[1]["messages"][-1] == {"role": "assistant", "content": " wait when"}
     assert far.asked[1]["continue_final_message"] is True
     assert driver.seen.counted == [], "what it counts is a part"
+
+
+@pytest.mark.parametrize(
+    ("server", "refused"), [(chats(), False), (chats(says="1"), True), (chats("response_format"), True)]
+)
+def test_a_schema_is_refused_where_the_server_was_seen_to_pass_over_it(
+    far: Played, drive: Callable[..., Driver], server: Answer, refused: bool
+) -> None:
+    far.probe, far.answers = server, [says(delta("stop"), USAGE)]
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_schema"}}
+    driver = drive()
+    asked = msgspec.structs.replace(ask(1), chat=json.dumps(body).encode())
+    if not refused:
+        assert len(driver.answer(asked)) == 1
+        return
+    with pytest.raises(RequestError, match="JSON schemas"):
+        driver.engine.submit(asked)
 
 
 @pytest.mark.parametrize("begun", [{"content": " wait"}, {"reasoning_content": "hm"}])
