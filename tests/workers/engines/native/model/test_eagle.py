@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
@@ -17,17 +19,20 @@ from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import sampler
+from penstock.workers.engines.native.model.eagle import HeadRuns, HeadView
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.adapters import write_adapter
 from tests.demo_model import template
 from tests.demo_model.eagle import PlainHead, hidden_states, random_head
 from tests.demo_model.task_mix import cases
-from tests.workers.engines.native import models
+from tests.properties import examples
+from tests.workers.engines.core import test_speculation as core
+from tests.workers.engines.native import models, pictures
 from tests.workers.engines.native.model.test_adapters import add
 from tests.workers.engines.native.model.test_adapters import asked as asked_of
 from tests.workers.engines.native.models import CONFIGS, VOCAB, prompt, reference, request, run, tokens
@@ -343,3 +348,89 @@ def test_a_trained_head_is_right_far_more_often_than_a_random_one(tmp_path: Path
     trained, at_random = shares
     assert trained > 0.4
     assert at_random < 0.05
+
+
+def test_pictures_do_not_disturb_a_head(tmp_path: Path) -> None:
+    head = random_head(tmp_path / "head", vocab=1280, inputs=256)
+    options = {"device": "cpu", "kv_blocks": 64, "embed_slots": 8, "max_batched_tokens": 40}
+    native = build(str(pictures.DIRECTORY), NativeOptions(speculative_model=str(head), **options))  # type: ignore[arg-type]
+    words = pictures.prompt(2)
+    item = pictures.asking(0, words, pictures.encoded(native, (1, 2)).slots, (1, 2), block_size=32)
+    assert tokens(run(native, [item]))[0] == pictures.expected(words, (1, 2))
+    assert native.stats().draft_tokens
+
+
+class Slots:
+    """A drafter that notes what each slot of a head was made of, and what it attends to; it guesses tokens."""
+
+    def __init__(self, seed: int, wrong: float) -> None:
+        self._guess = core.Guess(seed, wrong)
+        self._content: dict[tuple[int, int], tuple[int, ...]] = {}  # of a slot's place: tokens whose states it has seen
+        self._rows: list[tuple[int, ...]] = []  # of the target's last step, likewise
+        self.runs: HeadRuns
+        self.first: set[int] = set()  # tokens that heads begin with
+
+    def propose(self, plan: list[ScheduledSequence], limits: list[int]) -> list[list[int]]:
+        proposing = [0] * len(plan)
+        for due in self.runs.take(plan, limits):
+            shifted, base = due.view.shifted, due.view.base
+            for slot in range(due.start, due.start + due.slots):
+                seen = self._rows[due.row + slot - due.start]
+                assert len(seen) == base + slot + 1
+                assert all(self._at(due.view, each) == seen[: base + each + 1] for each in range(slot))
+                self._content[shifted.blocks[slot // core.SIZE], slot % core.SIZE] = seen
+            assert shifted.tokens[: slot + 1] == [*seen, shifted.tokens[slot]][base + 1 :]
+            if due.limit:
+                assert [*seen, shifted.tokens[slot]] == plan[due.number].sequence.tokens
+                proposing[due.number] = due.limit
+                self.first.add(base)
+        drafts = self._guess.propose(plan, proposing)
+        self.runs.planned(plan, drafts)
+        self._rows = [
+            tuple([*scheduled.sequence.tokens, *draft][: position + 1])
+            for scheduled, draft in zip(plan, drafts, strict=True)
+            for position in range(scheduled.start, scheduled.start + scheduled.count + len(draft))
+        ]
+        return drafts
+
+    def _at(self, view: HeadView, slot: int) -> tuple[int, ...]:
+        return self._content[view.shifted.blocks[slot // core.SIZE], slot % core.SIZE]
+
+    def close(self) -> None: ...
+
+
+@examples(100)
+@given(
+    st.integers(0, 1000),
+    st.sampled_from((0.0, 0.3, 1.0)),
+    st.integers(1, 9),
+    st.sampled_from((12, 20, 60)),
+    st.sampled_from((1, 7, 64)),
+    st.booleans(),
+    st.lists(
+        st.tuples(st.integers(1, 20), st.integers(0, 1), st.integers(1, 20), st.integers(0, 4), st.booleans()),
+        max_size=8,
+    ),
+)
+def test_slots_attend_to_states_of_their_own_sequence_only(
+    seed: int,
+    wrong: float,
+    proposed: int,
+    blocks: int,
+    budget: int,
+    prefix_cache: bool,
+    requests: list[tuple[int, int, int, int, bool]],
+) -> None:
+    """However sequences are chunked, preempted, cancelled and found in the cache."""
+    drafter = Slots(seed, wrong)
+    rig = core.Rig(drafter, proposed, blocks=blocks, budget=budget, prefix_cache=prefix_cache)
+    drafter.runs = HeadRuns(rig.manager.generations, core.SIZE)
+    for key, (length, salt, size, steps, cancelled) in enumerate(requests):
+        stops = (core.STOP,) if key % 2 else ()
+        rig.engine.submit(core.request(key, core.prompt(length, salt), size, token_ids=stops, root=core.ROOT))
+        for _ in range(steps):
+            rig.step()
+        if cancelled:
+            rig.engine.cancel(key)
+    rig.run()
+    assert not prefix_cache or drafter.first <= {0}
