@@ -22,6 +22,7 @@ from penstock.infra.model import weight_files
 from penstock.infra.model.defaults import BadDefaults, ids
 from penstock.schemas.errors import Code
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
+from penstock.workers.engines.native import host_copies
 from penstock.workers.engines.native.executors import PreparedModel, prepared
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.adapters import places_of
@@ -132,8 +133,7 @@ def put(model: Model, values: Mapping[str, Tensor]) -> None:
     """Copy what a ``WeightReader`` of this model has read into its place."""
     places = places_of(model.forward)
     with device_errors(), torch.inference_mode():
-        for name, value in values.items():
-            places[name].copy_(value)
+        host_copies.copy((places[name], value) for name, value in values.items())
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
 
@@ -170,6 +170,7 @@ class DeviceWeights:
         self._reader = WeightReader(target.model, quantize)
         self._stays = stays
         self._ranks = ranks
+        self._host: HostCopy | None = None  # of the present weights
 
     def read(self, folder: Path) -> ReadWeights:
         try:
@@ -185,6 +186,7 @@ class DeviceWeights:
         return ReadWeights(folder, values)
 
     def replace(self, read: ReadWeights) -> "AnyExecutor | None":
+        self._host = None
         if read.values is None:
             return self._load_whole(read.folder)
         if self._ranks is None:
@@ -230,7 +232,9 @@ class DeviceWeights:
         """
         old, load = self._target.model, self._load
         assert load is not None
-        self.sleep()
+        self._free_pools()
+        for each in (*old.forward.parameters(), *old.forward.buffers()):
+            each.data = torch.empty(0, dtype=each.dtype)
         try:
             moved = dataclasses.replace(new, forward=new.forward.to(old.device), device=old.device)
             self._target = prepared(moved, lambda: load(folder, old.device, dtype_name(old.dtype)))
@@ -239,20 +243,24 @@ class DeviceWeights:
         self._reader.model = self._target.model
         return self.wake()
 
-    def sleep(self) -> None:
+    def _free_pools(self) -> None:
         if self._stays:
             raise RequestError(Code.unsupported, f"{self._stays} stays on the device, so this worker does not sleep")
         self._executor.close()
         for pool in self._pools:
             pool.free()
+
+    def sleep(self) -> None:
+        self._free_pools()
         if self._target.model.device.type == "cuda":
-            move(self._target.model.forward, torch.device("cpu"))
+            self._host = self._host or HostCopy(self._target.model.forward)
+            self._host.leave()
             torch.cuda.empty_cache()
 
     def wake(self) -> "AnyExecutor":
         try:
-            if self._target.model.device.type == "cuda":
-                move(self._target.model.forward, self._target.model.device)
+            if self._host is not None:
+                self._host.bring(self._target.model.device)
             for pool in self._pools:
                 pool.allocate()
             self._executor = self._make(self._target)
@@ -261,17 +269,43 @@ class DeviceWeights:
         return self._executor
 
 
-def move(model: Any, device: torch.device) -> None:
-    """Copy a model's tensors to a device, one after the other. Those that share memory, as tied weights, still do."""
-    copies: dict[int, torch.UntypedStorage] = {}
-    for each in (*model.parameters(), *model.buffers()):
-        old = each.data.untyped_storage()
-        new = copies.get(old.data_ptr())
-        if new is None:
-            new = torch.empty(old.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-            copies[old.data_ptr()] = new.copy_(old)
-        empty = torch.empty(0, dtype=each.dtype, device=device)
-        each.data = empty.set_(new, each.storage_offset(), each.shape, each.stride())
+class HostCopy:
+    """A model's tensors in host memory. Kept while it is awake: weights do not change, so it leaves at once again.
+
+    Args:
+        model: whose tensors are copied now. Those that share memory, as tied weights, still do.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._shared: dict[int, tuple[Tensor, list[Tensor]]] = {}  # bytes in host memory, and what is within them
+        pairs = []
+        for each in (*model.parameters(), *model.buffers()):
+            storage = each.data.untyped_storage()
+            if storage.data_ptr() not in self._shared:
+                source = torch.empty(0, dtype=torch.uint8, device=each.device).set_(storage)
+                target = torch.empty(storage.nbytes(), dtype=torch.uint8)
+                self._shared[storage.data_ptr()] = target, []
+                pairs.append((target, source))
+            self._shared[storage.data_ptr()][1].append(each)
+        host_copies.copy(pairs)
+
+    def leave(self) -> None:
+        """Have the model's tensors in host memory only."""
+        for held, tensors in self._shared.values():
+            _set(tensors, held)
+
+    def bring(self, device: torch.device) -> None:
+        """Copy them to a device."""
+        pairs = [(torch.empty_like(held, device=device), held) for held, _ in self._shared.values()]
+        host_copies.copy(pairs)
+        for (placed, _), (_, tensors) in zip(pairs, self._shared.values(), strict=True):
+            _set(tensors, placed)
+
+
+def _set(tensors: list[Tensor], memory: Tensor) -> None:
+    for each in tensors:
+        empty = torch.empty(0, dtype=each.dtype, device=memory.device)
+        each.data = empty.set_(memory.untyped_storage(), each.storage_offset(), each.shape, each.stride())
 
 
 def differences(before: Any, after: Any) -> list[str]:

@@ -17,7 +17,6 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import budgets, native
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.native.build import build
-from penstock.workers.engines.native.executors import move
 from penstock.workers.engines.native.model import attention as attention_module
 from penstock.workers.engines.native.model import pool as pool_module
 from penstock.workers.engines.native.model.adapters import places_of
@@ -26,6 +25,7 @@ from penstock.workers.engines.native.model.executor import TorchExecutor
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.pool import KvPool, KvShape
+from penstock.workers.engines.native.weights import HostCopy
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
 
 
@@ -321,16 +321,18 @@ def test_weights_find_their_places_in_a_model_whose_layers_were_merged() -> None
     assert torch.equal(merged.lm_head.weight, model.lm_head.weight), "tied to the embeddings"
 
 
-def test_tied_weights_are_still_tied_after_a_move() -> None:
+def test_tied_weights_are_still_tied_wherever_they_are() -> None:
     model = LlamaForCausalLM(LlamaConfig(**COMMON | {"tie_word_embeddings": True}))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data)  # as a rewritten layer has it
     before = {name: each.detach().clone() for name, each in model.state_dict().items()}
-    address = model.lm_head.weight.data_ptr()
-    move(model, torch.device("cpu"))
-    assert {name: torch.equal(each, before[name]) for name, each in model.state_dict().items()} == dict.fromkeys(
-        before, True
-    )
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr() != address
+    host, addresses = HostCopy(model), {model.lm_head.weight.data_ptr()}
+    for _ in range(2):
+        for move in (host.leave, lambda: host.bring(torch.device("cpu"))):
+            move()
+            assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+            assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+            addresses.add(model.lm_head.weight.data_ptr())
+    assert len(addresses) > 2
 
 
 @pytest.mark.parametrize(("changed", "told"), [({"rms_norm_eps": 0.1}, "rms_norm_eps differ"), ({}, "")])
@@ -345,7 +347,7 @@ def test_weights_of_another_configuration_are_refused(
     assert engine.weights is not None
     engine.weights.hold()
     with pytest.raises(RequestError, match=told) if told else contextlib.nullcontext():
-        engine.weights.replace(other, lambda key, generated: b"r" * 16)
+        engine.weights.replace(engine.weights.read(other), lambda key, generated: b"r" * 16)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
