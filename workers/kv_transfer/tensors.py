@@ -11,12 +11,10 @@ tensors, in a ``torch.distributed.TCPStore``'s keys and over a process group or 
 import base64
 import contextlib
 import functools
-import mmap
-import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +27,7 @@ from torch import Tensor, distributed
 
 from penstock.schemas.fleet import TensorSource
 from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.engines.native import host_copies
 from penstock.workers.kv_transfer.agent import CopyOp, MemoryRanges, PeerLost, TransferRejected
 from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable
 
@@ -38,6 +37,7 @@ WHOLE_S = 3600.0  # for all of them
 LOOK_S = 0.5  # between two looks whether the trainer still is there
 POLL_S = 0.0005
 PART_BYTES = 256 << 20  # that NIXL reads at once
+MOST_BUCKET = 4 << 30
 MOST_HEADER = 100 << 20  # bytes, as safetensors allows
 FILE = "model.safetensors"
 COPIED = ("config.json", "generation_config.json")  # of the model that the tensors are of
@@ -96,24 +96,28 @@ def _receive(source: TensorSource, rank: int, store: Any, file: Path, device: to
     _check_backend(source.backend, device)
     header = bytes(store.get("header"))
     size = _size(header)
-    memory = _allocated(file, header, size)
+    if (room := shutil.disk_usage(file.parent).free) < len(header) + size:
+        raise TensorsLost(f"{file.parent} has room for {room / 1e9:.1f} GB, and they are {size / 1e9:.1f} GB")
+    store.set("world", str(len(source.ranks) + 1))
+    store.set(f"joined/{rank}", "")
     try:
-        store.set("world", str(len(source.ranks) + 1))
-        store.set(f"joined/{rank}", "")
-        try:
-            store.wait(["go"], timedelta(seconds=JOIN_S))
-        except RuntimeError as error:
-            raise TensorsLost(f"the trainer has ended, or not all have joined within {JOIN_S:g} s") from error
-        presence = _Presence(store)
-        data = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :]
-        if source.backend == "nixl":
-            _read(store, data, presence, device)
-        else:
-            _listen(source, rank, store, data, presence, device)
-        del data
-    finally:
-        with contextlib.suppress(BufferError):  # a tensor of a failed call still refers to it
-            memory.close()
+        store.wait(["go"], timedelta(seconds=JOIN_S))
+    except RuntimeError as error:
+        raise TensorsLost(f"the trainer has ended, or not all have joined within {JOIN_S:g} s") from error
+    presence = _Presence(store)
+    with file.open("wb") as opened:
+        opened.write(header)
+        opened.flush()
+        at, put = len(header), functools.partial(host_copies.write, opened.fileno())
+        parts = (
+            _read(store, size, presence, device)
+            if source.backend == "nixl"
+            else _heard(source, rank, store, size, presence, device)
+        )
+        with contextlib.closing(parts):
+            for part in parts:
+                put(at, part)
+                at += len(part)
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
@@ -143,19 +147,6 @@ def _size(header: bytes) -> int:
     return end
 
 
-def _allocated(file: Path, header: bytes, size: int) -> mmap.mmap:
-    """The file in memory, with its header; reserved, as a page that cannot be had would end this process."""
-    whole = len(header) + size
-    with file.open("w+b") as opened:
-        try:
-            os.posix_fallocate(opened.fileno(), 0, whole)
-        except OSError as error:
-            raise TensorsLost(f"{file.parent} has no room for {whole / 1e9:.1f} GB: {error.strerror}") from error
-        memory = mmap.mmap(opened.fileno(), whole)
-    memory[: len(header)] = header
-    return memory
-
-
 class _Presence:
     """Waits, while the trainer is there."""
 
@@ -183,25 +174,24 @@ class _Presence:
             time.sleep(POLL_S)
 
 
-def _listen(
-    source: TensorSource, rank: int, store: Any, data: Tensor, presence: _Presence, device: torch.device
-) -> None:
-    """Take part in the trainer's broadcasts."""
+def _heard(
+    source: TensorSource, rank: int, store: Any, size: int, presence: _Presence, device: torch.device
+) -> Generator[Tensor]:
+    """The trainer's broadcasts, each in a buffer that the next one reuses."""
     bucket = int(store.get("bucket"))
-    if not 0 < bucket <= 1 << 32:
-        raise TensorsLost(f"buckets of {bucket} bytes; at most 4 GiB are taken")
+    if not 0 < bucket <= MOST_BUCKET:
+        raise TensorsLost(f"buckets of {bucket} bytes; at most {MOST_BUCKET >> 20} MiB are taken")
     on = device if source.backend == "nccl" else torch.device("cpu")
     group = _group(source, store, rank)
     try:
         with torch.cuda.device(on) if on.type == "cuda" else contextlib.nullcontext():
-            buffer = torch.empty(min(bucket, len(data)), dtype=torch.uint8, device=on)
-            for start in range(0, len(data), bucket):
-                target = data[start : start + bucket]
-                part = buffer[: len(target)]
+            buffer = torch.empty(min(bucket, size), dtype=torch.uint8, device=on)
+            for start in range(0, size, bucket):
+                part = buffer[: min(bucket, size - start)]
                 work = group.broadcast(part, 0)
                 presence.wait(work.is_completed, QUIET_S, "a bucket of tensors did not arrive")
                 work.wait()
-                target.copy_(part)
+                yield part
     finally:
         if source.backend == "nccl":
             group.abort()  # a GPU would wait for a trainer that has ended
@@ -224,26 +214,26 @@ def _group(source: TensorSource, store: Any, rank: int) -> Any:
     return library.ProcessGroupGloo(prefixed, rank, size, options)
 
 
-def _read(store: Any, data: Tensor, presence: _Presence, device: torch.device) -> None:
-    """Read the trainer's memory; of a GPU through a part of this one's, as between two processes' caches."""
+def _read(store: Any, size: int, presence: _Presence, device: torch.device) -> Generator[Tensor]:
+    """The trainer's memory, part by part; of a GPU through a part of this one's, as between two processes' caches."""
     from penstock.workers.kv_transfer.nixl import NixlAgent, load, use_device
 
     placed = msgspec.json.decode(bytes(store.get("nixl")), type=_Placed)
-    if sum(each[1] for each in placed.ranges) != len(data):
+    if sum(each[1] for each in placed.ranges) != size:
         raise TensorsLost("the places of its tensors are not as long as they are")
     on = device if placed.kind == "cuda" and device.type == "cuda" else torch.device("cpu")
     if on.type == "cuda":
         use_device({on.index or 0})  # of this thread, whose transfers would have no context
-    buffer = torch.empty(min(PART_BYTES, len(data)), dtype=torch.uint8, device=on)
+    buffer = torch.empty(min(PART_BYTES, size), dtype=torch.uint8, device=on)
     memory = Memory(buffer.data_ptr(), len(buffer), 1, on.type, on.index or 0)
     agent = NixlAgent(load(), f"weights-{uuid4().hex}", {"weights": memory})
     try:
         agent.add(Endpoint(placed.agent, "nixl", metadata=base64.b64decode(placed.metadata)))
-        done, part, filled = 0, list[tuple[int, int, int]](), 0
+        part, filled = list[tuple[int, int, int]](), 0
         rows = [
-            (address + start, min(len(buffer), size - start), number)
-            for address, size, number in placed.ranges
-            for start in range(0, size, len(buffer))
+            (address + start, min(len(buffer), length - start), number)
+            for address, length, number in placed.ranges
+            for start in range(0, length, len(buffer))
         ]
         for row, after in zip(rows, [*rows[1:], None], strict=True):
             part.append(row)
@@ -251,8 +241,8 @@ def _read(store: Any, data: Tensor, presence: _Presence, device: torch.device) -
             if after is not None and filled + after[1] <= len(buffer):
                 continue
             _read_part(agent, placed, part, memory, presence)
-            data[done : done + filled].copy_(buffer[:filled])
-            done, part, filled = done + filled, [], 0
+            yield buffer[:filled]
+            part, filled = [], 0
         agent.remove(placed.agent)
     finally:
         agent.close()
