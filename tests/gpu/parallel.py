@@ -54,10 +54,10 @@ from tests.workers.engines.native import models
 
 PARTS = {"sums": 100.0, "parity": 75.0, "speed": 240.0, "lost": 75.0, "handoff": 120.0}  # and seconds, at most
 PARITY = ("llama", "qwen3_moe", "gpt_oss", "phi3", "gemma3", "mixtral")
-ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)  # of 4,096 values
+ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of 4,096 values
 STREAMS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (16, 2048, 1))
 FEW = 4  # rows of sums by the kernel, interpreted
-NOTHING = contextlib.nullcontext()
+CHOICE = Path(tempfile.gettempdir(), "penstock-sums")  # MiB up to which the kernel was faster
 MAPPED: list[mmap.mmap] = []  # for as long as the process runs
 
 
@@ -87,6 +87,7 @@ def shared(file: Path, group: RankGroup, columns: int, dtype: torch.dtype) -> An
     with file.open("r+b") as opened:
         mapped = mmap.mmap(opened.fileno(), size * group.size)
     MAPPED.append(mapped)
+    peers.AT_ONCE = FEW // 2  # so that rows are taken in turn, too
     base = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     bases = [base + rank * size for rank in range(group.size)]
     return peers.PeerSums(group.rank, bases, FEW, row_bytes, torch.device("cpu"))
@@ -100,15 +101,22 @@ def follow(steps: int, transfers: int, rank_file: Path, asked: argparse.Namespac
         threading.Thread(target=serve_transport, args=(links[1], pools, open_transport), daemon=True).start()
         freeze_loaded()
 
-    with interpreted(rank_file) if INTERPRETED else without_kernel(asked.nccl):
+    with interpreted(rank_file) if INTERPRETED else adjusted(asked):
         status = serve(links[0], engine_build.build_follower, built)
     os._exit(status)
 
 
 @contextlib.contextmanager
-def without_kernel(nccl: bool) -> Iterator[None]:
-    """All sums by NCCL, if asked for."""
-    with mock.patch("penstock.workers.engines.native.cuda.peers.connect", return_value=None) if nccl else NOTHING:
+def adjusted(asked: argparse.Namespace) -> Iterator[None]:
+    """All sums by NCCL, or larger ones by the kernel, if asked for."""
+    patch: Any = contextlib.nullcontext()
+    if asked.nccl:
+        patch = mock.patch("penstock.workers.engines.native.cuda.peers.connect", return_value=None)
+    elif asked.most_mib:
+        patch = mock.patch.dict(
+            "penstock.workers.engines.native.cuda.peers.MOST_BYTES", {asked.width: asked.most_mib << 20}
+        )
+    with patch:
         yield
 
 
@@ -127,13 +135,14 @@ def made(
         def start(ends: RankSockets) -> Any:
             numbers = [str(end.fileno()) for end in ends]
             command = [sys.executable, "-m", "tests.gpu.parallel", "--follow", *numbers, file.name,
-                       "--dump-s", str(asked.dump_s), *(["--nccl"] if asked.nccl else [])]  # fmt: skip
+                       "--dump-s", str(asked.dump_s), "--width", str(asked.width), "--most-mib", str(asked.most_mib),
+                       *(["--nccl"] if asked.nccl else [])]  # fmt: skip
             process = subprocess.Popen(command, pass_fds=[int(each) for each in numbers])
             if started is not None:
                 started.append(process)
             return process
 
-        stack.enter_context(interpreted(Path(file.name)) if INTERPRETED else without_kernel(asked.nccl))
+        stack.enter_context(interpreted(Path(file.name)) if INTERPRETED else adjusted(asked))
         stack.enter_context(mock.patch.object(engine_build, "EngineRanks", functools.partial(EngineRanks, start=start)))
         width = more.pop("width", asked.width)
         options: dict[str, Any] = {"device": asked.device, "tensor_parallel_size": width} | more
@@ -171,7 +180,7 @@ def sum_rank(rank: int, folder: Path, asked: argparse.Namespace) -> None:
     group.connect(device)
     began = time.perf_counter()
     found = shared(folder / "shared", group, columns, dtype) if INTERPRETED else peers.connect(
-        group, columns, dtype, device
+        group, columns, dtype, device, ROWS[-1] * columns * dtype.itemsize
     )  # fmt: skip
     if found is None:
         print(f"rank {rank}: no memory of peers; NCCL alone", flush=True)
@@ -206,10 +215,16 @@ def sum_rank(rank: int, folder: Path, asked: argparse.Namespace) -> None:
         print(f"rank {rank}: sums and spread integers were compared", flush=True)
     if asked.device == "cpu":
         return
+    best, faster = 0, found is not None
     for count in ROWS:
-        line = sum_times(count, columns, group, found, norm, device)
+        took = sum_times(count, columns, group, found, norm, device)
+        line = ", ".join(f"{name} {us:.1f}" for name, us in took.items())
         if not rank:
             print(f"sum of {count} x {columns} ({count * columns * 2 >> 10} KiB), us: {line}", flush=True)
+        faster = faster and took["with both"] < 0.95 * took["and residual and norm"]
+        best = count * columns * 2 >> 20 if faster else best
+    if not rank and best:
+        CHOICE.write_text(str(max(4, best)))
     if found is not None and found.stopped:
         print(f"rank {rank}: a rank was given up   WRONG", flush=True)
     numbers = torch.zeros(1026, dtype=torch.int32, device=device)
@@ -222,7 +237,9 @@ def sum_rank(rank: int, folder: Path, asked: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def sum_times(count: int, columns: int, group: RankGroup, found: Any, norm: Any, device: torch.device) -> str:
+def sum_times(
+    count: int, columns: int, group: RankGroup, found: Any, norm: Any, device: torch.device
+) -> dict[str, float]:
     part, residual = (torch.randn((count, columns), device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def with_norm() -> None:
@@ -237,8 +254,7 @@ def sum_times(count: int, columns: int, group: RankGroup, found: Any, norm: Any,
     ways: dict[str, Callable[[], object]] = {"NCCL": lambda: group.add_up(part), "and residual and norm": with_norm}
     if found is not None and count <= found.rows:
         ways |= {"kernel": lambda: found.add_up(part), "with both": fused}
-    took = {name: timed(lambda call=way: [call() for _ in range(16)], 16) for name, way in ways.items()}  # type: ignore[misc]
-    return ", ".join(f"{name} {ms * 1e3:.1f}" for name, ms in took.items())
+    return {name: timed(lambda call=way: [call() for _ in range(16)], 16) * 1e3 for name, way in ways.items()}
 
 
 # -- answers ---------------------------------------------------------------------------------------------------
@@ -374,6 +390,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parity: models whose name has this")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--nccl", action="store_true", help="all sums by NCCL")
+    parser.add_argument("--most-mib", type=int, default=0, help="of a sum by the kernel; 0: as it is, or by ``sums``")
     parser.add_argument("--folder", type=Path, help="of the weights, kept for later calls; default: a temporary one")
     parser.add_argument("--quick", action="store_true", help="speed: without a profile")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts")
@@ -421,6 +438,9 @@ def whole(asked: argparse.Namespace) -> None:
                     writer.wait(timeout=120)
                     print(f"weights written {time.monotonic() - began:.0f} s later", flush=True)
                 run_part(part, name, asked, min(PARTS[part], until - time.monotonic()) if not INTERPRETED else 600.0)
+                if part == "sums" and CHOICE.exists():
+                    asked.most_mib = int(CHOICE.read_text())
+                    print(f"the kernel is used for sums of up to {asked.most_mib} MiB")
                 print(f"== {part} {name}: {time.monotonic() - began:.0f} s", flush=True)
     finally:
         if writer is not None:
@@ -437,7 +457,7 @@ def run_part(part: str, name: str, asked: argparse.Namespace, seconds: float) ->
     flags = [f"--{each}" for each in ("eager", "nccl", "quick") if getattr(asked, each)]
     command = [sys.executable, "-m", "tests.gpu.parallel", part, "--here", "--width", str(asked.width),
                "--shape", asked.shape, "--device", asked.device, "--folder", str(asked.folder), "--only", name,
-               "--dump-s", str(max(1.0, seconds - 30)), *flags]  # fmt: skip
+               "--dump-s", str(max(1.0, seconds - 30)), "--most-mib", str(asked.most_mib), *flags]  # fmt: skip
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             if process.wait(seconds):

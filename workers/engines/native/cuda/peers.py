@@ -27,6 +27,7 @@ log = structlog.get_logger("engine")
 MOST_BYTES = {2: 4 << 20, 3: 1 << 20, 4: 1 << 20}
 WIDE_BYTES = 512 << 10  # likewise with more ranks
 LEAST_ROW = 4096  # bytes of a row's place
+AT_ONCE = 256  # programs that surely run at once
 SPREAD = 1024  # integers that a program spreads
 PATIENCE = tl.constexpr(200_000_000)  # looks at a flag, each of about a microsecond, before a rank is given up
 _ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -35,10 +36,10 @@ _HANDLE = 64  # bytes of the driver's handle of memory
 
 @triton.jit(do_not_specialize=["total"])
 def exchange(
-    part, residual, weight, out, normal, bases, epochs, stop, lost, total, eps,
+    part, residual, weight, out, normal, bases, epochs, tickets, stop, lost, total, eps,
     N: tl.constexpr, N_P: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     ROW_BYTES: tl.constexpr, FLAGS: tl.constexpr, SUM: tl.constexpr, ADDED: tl.constexpr, NORMED: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, TICKETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): ``out = (residual +) sum of all ranks' part``, or rank 0's part; ``normal``: its RMS norm.
 
@@ -46,13 +47,20 @@ def exchange(
         bases: (SIZE,) int64, where each rank's memory is: (2, SIZE, ROWS) places of ROW_BYTES, from FLAGS on (SIZE,
             ROWS) int32 flags that count the rows that came.
         epochs: (ROWS,) int32, how many were sent.
+        tickets: (1,) int32, 0 between kernels. TICKETS: more programs than run at once take their rows in turn, so that
+            those that run are of the same rows on all ranks.
         stop: no longer wait for anybody, if it is not 0. In this GPU's memory: reading the host's takes 0.6 us, one
             program after the other.
         lost: set if a rank is given up. In the host's memory.
         total: values of ``part``, if it is no sum.
         KIND: as of ``rows.rms_norm``.
     """
-    row = tl.program_id(0)
+    if TICKETS:
+        row = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+        if row == tl.num_programs(0) - 1:
+            tl.store(tickets, 0)
+    else:
+        row = tl.program_id(0)
     dims = tl.arange(0, N_P)
     offsets = row.to(tl.int64) * N + dims
     mask = dims < N
@@ -131,7 +139,7 @@ class PeerSums:
         self.rows, self._row_bytes = rows, row_bytes
         self._rank, self._size = rank, len(bases)
         self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
-        self._epochs = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._epochs, self._tickets = (torch.zeros(n, dtype=torch.int32, device=device) for n in (rows, 1))
         pinned = device.type == "cuda"
         self._stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost, self._one = (torch.full((1,), n, dtype=torch.int32, pin_memory=pinned) for n in (0, 1))
@@ -160,10 +168,12 @@ class PeerSums:
         pdl = dependent(part.device, rows)
         exchange[(rows,)](
             part, out if residual is None else residual, out if norm is None else norm.weight, out, normal,
-            self._bases, self._epochs, self._stop, self._lost, part.numel(), 0.0 if norm is None else norm.eps,
+            self._bases, self._epochs, self._tickets, self._stop, self._lost, part.numel(),
+            0.0 if norm is None else norm.eps,
             N=columns, N_P=padded, RANK=self._rank, SIZE=self._size, ROWS=self.rows, ROW_BYTES=self._row_bytes,
             FLAGS=2 * self._size * self.rows * self._row_bytes, SUM=sum_up, ADDED=residual is not None,
-            NORMED=norm is not None, KIND=0 if norm is None else norm.kind, PDL=pdl,
+            NORMED=norm is not None, KIND=0 if norm is None else norm.kind,
+            TICKETS=rows > AT_ONCE, PDL=pdl,
             num_warps=max(1, min(8, padded // 512)), **launch_options(pdl),
         )  # fmt: skip
 
@@ -182,15 +192,16 @@ def memory_bytes(size: int, rows: int, row_bytes: int) -> int:
     return 2 * size * rows * row_bytes + 4 * size * rows
 
 
-def most_rows(size: int, row_bytes: int) -> int:
-    """Rows of the largest sum that is faster than NCCL's; measured by ``tests.gpu.parallel``."""
-    return max(1, MOST_BYTES.get(size, WIDE_BYTES) // row_bytes)
+def connect(
+    group: RankGroup, columns: int, dtype: torch.dtype, device: torch.device, most_bytes: int = 0
+) -> PeerSums | None:
+    """Sums of rows of so many values; None, on all ranks: NCCL is to compute them. All ranks call it together.
 
-
-def connect(group: RankGroup, columns: int, dtype: torch.dtype, device: torch.device) -> PeerSums | None:
-    """Sums of rows of so many values; None, on all ranks: NCCL is to compute them. All ranks call it together."""
+    Args:
+        most_bytes: of a sum; 0: as long as it is faster than NCCL's.
+    """
     row_bytes = max(LEAST_ROW, columns * dtype.itemsize)
-    rows = most_rows(group.size, row_bytes)
+    rows = max(1, (most_bytes or MOST_BYTES.get(group.size, WIDE_BYTES)) // row_bytes)
     reason, handle, memory = "", bytes(_HANDLE), None
     try:
         memory = _Driver()
