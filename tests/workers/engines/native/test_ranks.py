@@ -4,6 +4,7 @@ Most ranks are threads here, with sockets and exchanges as between processes: th
 """
 
 import queue
+import signal
 import subprocess
 import threading
 from array import array
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,7 +31,14 @@ from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import loading
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve, start_process
+from penstock.workers.engines.native.ranks import (
+    EngineRanks,
+    LeadingOverlapExecutor,
+    Link,
+    RankSockets,
+    serve,
+    start_process,
+)
 from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
 from tests.adapters import other_weights
 from tests.demo_model.eagle import random_head
@@ -233,6 +242,49 @@ def test_a_killed_rank_ends_the_engine_and_no_request_is_to_blame(model_dir: Cal
         assert "SIGKILL" in str(lost.get(timeout=5))
     with pytest.raises(queue.Empty):
         lost.get_nowait()
+
+
+class Waiting:
+    """A process that ends when it is killed."""
+
+    def __init__(self, ends: RankSockets) -> None:
+        self._ended = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert self._ended.wait(timeout)
+        return -signal.SIGKILL
+
+    def kill(self) -> None:
+        self._ended.set()
+
+
+class Ahead:
+    """A step on a device that waits for no rank any more: it returns tokens, whatever they are."""
+
+    def launch(self, plan: Any, scoring: Any = ()) -> Any:
+        return SimpleNamespace(result=lambda: [(7, None)])
+
+    def close(self) -> None:
+        pass
+
+
+def test_tokens_that_were_computed_without_a_lost_rank_are_not_returned() -> None:
+    processes: list[Waiting] = []
+
+    def start(ends: RankSockets) -> Any:
+        processes.append(Waiting(ends))
+        return processes[-1]
+
+    ranks = EngineRanks("model", NativeOptions(tensor_parallel_size=2), start=start)
+    leading = LeadingOverlapExecutor(cast("Any", Ahead()), ranks)
+    ranks.group.peers = cast("Any", SimpleNamespace(stopped=False, stop=lambda: None))
+    assert leading.launch([]).result() == [(7, None)]
+    step = leading.launch([])
+    processes[0].kill()
+    ranks.group.peers = cast("Any", SimpleNamespace(stopped=True, stop=lambda: None))
+    with pytest.raises(NodeLost, match="rank 1 of 2 was ended by SIGKILL"):
+        step.result()
+    leading.close()
 
 
 def test_ranks_end_with_their_engine(model_dir: Callable[[str], Path]) -> None:
