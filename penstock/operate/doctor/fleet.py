@@ -460,11 +460,11 @@ def check_resources(workers: Sequence[Registration]) -> list[CheckResult]:
     A finding "resources" for each worker, in order of their names.
     """
     findings: list[CheckResult] = []
-    by_gpu: dict[tuple[str, str], list[Registration]] = defaultdict(list)  # workers share GPUs
+    by_gpu: dict[str, list[Registration]] = defaultdict(list)  # workers share GPUs, in pods with names of their own
     for each in workers:
         for identity in {gpu.id for gpu in each.load.gpus if gpu.id}:
-            by_gpu[each.host, identity].append(each)
-    full: set[tuple[str, str]] = set()
+            by_gpu[identity].append(each)
+    full: set[str] = set()
     for each in workers:
         name, gpus = each.name or each.worker, each.load.gpus
         for number, gpu in enumerate(gpus):
@@ -475,15 +475,15 @@ def check_resources(workers: Sequence[Registration]) -> list[CheckResult]:
                     f"worker (`penstock drain {name}`) before the GPU is reset"
                 )
                 findings.append(problem("GPU", f"{where} cannot be read: {gpu.error}", fix))
-            elif gpu.total_bytes - gpu.used_bytes < FREE * gpu.total_bytes and (each.host, gpu.id) not in full:
-                full.add((each.host, gpu.id))
+            elif gpu.total_bytes - gpu.used_bytes < FREE * gpu.total_bytes and gpu.id not in full:
+                full.add(gpu.id)
                 text = f"{where} has {show_size(gpu.total_bytes - gpu.used_bytes)} of {show_size(gpu.total_bytes)} free"
                 fix = "leave the engine less (--kv-blocks, or its memory fraction), or end what else runs there"
                 findings.append(warning("GPU memory", text, fix))
         unused = [
             gpu for gpu in gpus
             if gpu.total_bytes and gpu.used_bytes < UNUSED_BYTES and not gpu.busy_percent > 0
-            and len(by_gpu[each.host, gpu.id]) == 1
+            and len(by_gpu[gpu.id]) == 1
         ]  # fmt: skip
         if 0 < len(unused) < len(gpus):
             text = f"{name} on {each.host} sees {len(gpus)} GPUs, and {len(unused)} of them have nothing in memory"
@@ -517,7 +517,7 @@ def _connector(name: str, worker: Registration) -> list[CheckResult]:
     return findings
 
 
-def _use(name: str, worker: Registration, by_gpu: Mapping[tuple[str, str], Sequence[Registration]]) -> CheckResult:
+def _use(name: str, worker: Registration, by_gpu: Mapping[str, Sequence[Registration]]) -> CheckResult:
     load = worker.load
     use = WorkerUse(
         *(name, worker.role, worker.model, worker.host),
@@ -535,7 +535,7 @@ def _use(name: str, worker: Registration, by_gpu: Mapping[tuple[str, str], Seque
     return CheckResult("resources", CheckStatus.ok, "; ".join(parts), use=use)
 
 
-def _note(worker: Registration, by_gpu: Mapping[tuple[str, str], Sequence[Registration]]) -> str:
+def _note(worker: Registration, by_gpu: Mapping[str, Sequence[Registration]]) -> str:
     """Hot: there is more to do than it can; idle: there is nothing to do."""
     load = worker.load
     if load.waiting and load.running >= worker.slots * worker.dp_size:
@@ -547,7 +547,7 @@ def _note(worker: Registration, by_gpu: Mapping[tuple[str, str], Sequence[Regist
     if load.running or load.waiting:
         return ""
     for gpu in load.gpus:
-        sharing = by_gpu.get((worker.host, gpu.id), (worker,))
+        sharing = by_gpu.get(gpu.id, (worker,))
         if gpu.busy_percent >= BUSY_PERCENT and not any(each.load.running or each.load.waiting for each in sharing):
             return "busy without requests"
     return "idle"

@@ -623,7 +623,7 @@ def test_gpus_that_workers_share_or_use_evenly_are_in_order() -> None:
     both = (gpu(0), gpu(1, 0.5))  # each worker uses one of them, and sees the other as well
     assert {each.status for each in check_resources(
         [worker("w-1", host="h", load=Load(gpus=both)), worker("w-2", host="h", load=Load(gpus=both[::-1])),
-         worker("w-3", host="i", load=Load(gpus=(gpu(0, 0), gpu(1, 0)))),  # asleep
+         worker("w-3", host="i", load=Load(gpus=(gpu(2, 0), gpu(3, 0)))),  # asleep
          worker("w-4", host="i", load=Load(gpus=(GpuUse("GPU-a"), GpuUse("GPU-b"))))]  # says nothing of its memory
     )} == {CheckStatus.ok}  # fmt: skip
     full = [worker(name, host="h", load=Load(gpus=(gpu(0, 80),))) for name in ("w-1", "w-2")]
