@@ -118,7 +118,7 @@ class DisaggCoordinator:
                 context.model.name,
                 settings.role,
                 self._on_peer_lost,
-                moves_prefixes=self.moves_prefixes,
+                moves_prefixes=prefixes is not None,
             )
         self._embeddings = EmbeddingStage(context, engine, vision, self.reserver, self._owner, self.reader)
 
@@ -133,10 +133,6 @@ class DisaggCoordinator:
             await self.reader.open()
         if self._peers is not None:
             await self._peers.start()
-
-    @property
-    def moves_prefixes(self) -> bool:
-        return self._prefixes is not None
 
     def sweep(self, now: float) -> None:
         """End expired leases and peers; called several times a second."""

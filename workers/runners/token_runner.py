@@ -272,6 +272,7 @@ class TokenRunner:
         self._engine = engine
         self._info = info
         self._transport = transport
+        self._moves_prefixes = prefixes is not None and transport is not None
         self._vision = vision
         self._grammars = grammars
         self._trials = ConstraintTrials(cpu_s=TRIAL_CPU_S, wait_s=TRIAL_WAIT_S, limits=TRIAL_LIMITS)
@@ -371,7 +372,7 @@ class TokenRunner:
             self._run_stage(running, self.disaggregation.on_prefilled(running, stage_input))
         elif running.request.media:
             self._run_stage(running, self.disaggregation.load_embeddings(running, stage_input))
-        elif self.disaggregation.may_read_prefix(running):
+        elif self._moves_prefixes and self.disaggregation.may_read_prefix(running):
             self._run_stage(running, self.disaggregation.read_prefix(running))
         else:
             self._submit(running)
@@ -606,7 +607,7 @@ class TokenRunner:
             adapters=adapters.registered() if adapters else (),
             adapter_slots=adapters.slots if adapters else 0,
             weights=fleet.FIXED if self._weights is None else self._weights.shown,
-            moves_prefixes=self.disaggregation.moves_prefixes,
+            moves_prefixes=self._moves_prefixes,
             tier_costs=self._tier_costs,
         )
 
