@@ -30,7 +30,7 @@ from penstock.operate.observe import (
 from penstock.operate.top import bar, picture, run
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
-from penstock.schemas.fleet import Load, Registration
+from penstock.schemas.fleet import GpuUse, Load, Registration
 from penstock.schemas.routers import TENANTS, HeldByTenant, LostLeases, Member
 from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.schemas.summary import RequestSummary, State
@@ -100,6 +100,22 @@ def test_workers_that_are_stopped_or_hang_are_shown_although_their_lease_says_no
         "w-2 holds its lease, but its engine did nothing for 12 s", "slowest step", "6.00 s",
     ):  # fmt: skip
         assert said in printed.getvalue()
+
+
+def test_the_use_of_gpus_is_a_column_where_workers_have_some() -> None:
+    two = (GpuUse("GPU-a", 80 << 30, 70 << 30, 90), GpuUse("GPU-b", 80 << 30, 10 << 30, 50))
+    loads = [Load(gpus=two), Load(gpus=(GpuUse("MIG-a", 1 << 34, 3 << 30),)), Load(gpus=(GpuUse(error="GPU is lost"),))]
+
+    def printed(*loads: Load) -> str:
+        seen = workers([registration(f"w-{at}", load=load) for at, load in enumerate(loads)], [], 0.0)
+        snapshot = DeploymentSnapshot(1, "ps", tuple(seen), (), rates([Count(1.0, 0, 0)], []), (), ())
+        out = io.StringIO()
+        Console(file=out, width=160).print(picture(snapshot, 160))
+        return out.getvalue()
+
+    found = printed(*loads, Load())
+    assert all(said in found for said in ("GPUs", "70% busy, 80.0 GiB", " 3.0 GiB", "unreadable"))
+    assert "GPUs" not in printed(Load())
 
 
 def test_a_worker_that_is_much_slower_than_its_peers_is_marked() -> None:
