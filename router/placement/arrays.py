@@ -18,6 +18,7 @@ from penstock.router.placement.cost import (
     HeldRequest,
     RequestSize,
     Scalars,
+    absent_tokens,
     aggregated_pool,
     favour_tokens,
     is_plain,
@@ -144,7 +145,7 @@ class Costs(NamedTuple):
 
     blocks: Column
     whole: Column
-    uncached_tokens: Column
+    absent_tokens: Column
     fits: NDArray[np.bool_]
 
 
@@ -155,11 +156,13 @@ def costs(
     own: WholeTerms,
     block_size: Column | float,
     *,
+    device: Column | None = None,
     overlap_weight: float = 1.0,
 ) -> Costs:
     """
     Args:
         cached: leading blocks cached, by target; for several requests of shape (requests, targets).
+        device: of these, those on the device; None: all.
         leading: the same for blocks of active requests; None: they have none.
         own: terms of the targets.
         block_size: of each target, or of all.
@@ -175,7 +178,10 @@ def costs(
     fits = needed <= own.room
     if own.late.any():
         fits &= (own.late == 0) | (reused.uncached_tokens <= most_uncached(size.tokens, np))
-    return Costs(reused.blocks, whole, reused.uncached_tokens, fits)
+    absent: Column = reused.uncached_tokens
+    if device is not None:
+        absent = absent_tokens(size, device, 0 if leading is None else leading, block_size, np)
+    return Costs(reused.blocks, whole, absent, fits)
 
 
 POOLS_CACHED = 256  # kinds of requests
@@ -389,7 +395,8 @@ class ArrayDecisions:
         size, own = size_of(request), self._columns.terms(pool.rows, request.n, now_ns, weights.prefill)
         active = pool.column(leading) if leading else None
         cached = pool.cached(overlaps, active, size.blocks)
-        target_costs = costs(size, cached, active, own, pool.block_size, overlap_weight=weights.overlap)
+        device = pool.column(overlaps.device) if isinstance(overlaps, TierDepths) else None
+        target_costs = costs(size, cached, active, own, pool.block_size, device=device, overlap_weight=weights.overlap)
         for target in request.session:
             at = pool.position.get(target)
             if at is not None:
@@ -455,16 +462,18 @@ class ArrayDecisions:
         pool = self._pools.pool(requests[0].request)
         assert pool is not None
         sizes = np.zeros((4, len(requests), 1))
-        cached, leading = np.zeros((2, len(requests), len(pool.ids)))
+        cached, leading, device = np.zeros((3, len(requests), len(pool.ids)))
         allowed = np.zeros(cached.shape, np.bool_)
         for number, held in enumerate(requests):
             sizes[:, number, 0] = size_of(held.request)
             leading[number] = pool.column(held.leading)
             cached[number] = pool.cached(held.overlaps, leading[number], held.request.prompt_blocks)
+            near = held.overlaps.device if isinstance(held.overlaps, TierDepths) else None
+            device[number] = cached[number] if near is None else pool.column(near)
             allowed[number] = pool.allowed(held.request)
         one = all(held.request.n == 1 for held in requests)
         own = self._columns.terms(pool.rows, 1 if one else sizes[2], now_ns)
-        target_costs = costs(RequestSizes(*sizes), cached, leading, own, pool.block_size)
+        target_costs = costs(RequestSizes(*sizes), cached, leading, own, pool.block_size, device=device)
         if pool.loading is not None:
             target_costs.whole[:] += pool.loading
         fits = target_costs.fits & allowed
@@ -472,7 +481,7 @@ class ArrayDecisions:
         any_cost = np.where(allowed, target_costs.whole, np.inf)
         every = np.arange(len(requests))
         at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
-        saved = target_costs.uncached_tokens[every, at] - target_costs.uncached_tokens[every, best]
+        saved = target_costs.absent_tokens[every, at] - target_costs.absent_tokens[every, best]
         waits = ~fits[every, best] & (np.array([held.waited_s for held in requests]) < PATIENCE_S * saved)
         ready: list[int] = np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
         return ready
@@ -486,7 +495,7 @@ def _waits(target_costs: Costs, allowed: NDArray[np.bool_], best: int, waited_s:
     better = full[int(target_costs.whole[full].argmin())]
     if target_costs.whole[better] >= target_costs.whole[best]:
         return False
-    return bool(waited_s < PATIENCE_S * (target_costs.uncached_tokens[best] - target_costs.uncached_tokens[better]))
+    return bool(waited_s < PATIENCE_S * (target_costs.absent_tokens[best] - target_costs.absent_tokens[better]))
 
 
 def _best_first(scores: Column, seed: int) -> Rows:

@@ -167,12 +167,18 @@ class RequestSize(NamedTuple):
 
 
 class TargetCost(NamedTuple):
-    """The cost of a request at one target. ``fits``: the target has room for the request now."""
+    """The cost of a request at one target.
+
+    Attributes:
+        absent_tokens: of the prompt, not on the device: for those that a better target saves, a request waits for it.
+            What that would bring back from a lower tier is there later, too, while others wait for the device.
+        fits: the target has room for the request now.
+    """
 
     whole: float
     prefill: float
     decode: float
-    uncached_tokens: float
+    absent_tokens: float
     fits: bool
 
 
@@ -235,12 +241,14 @@ def target_cost(
     leading: float,
     at: TargetColumns,
     *,
+    device: float | None = None,
     overlap_weight: float = 1.0,
     prefill_weight: float = 1.0,
 ) -> TargetCost:
     """
     Args:
         cached: leading blocks cached at the target, or what they are worth (``reusable``).
+        device: of these, those on the device; None: all.
         leading: the same for blocks of active requests.
         at: the target's.
         overlap_weight: of a reused token.
@@ -255,7 +263,14 @@ def target_cost(
     fits = prompt_blocks - min(leading, size.blocks) <= room
     if late:
         fits = fits and reused.uncached_tokens <= most_uncached(size.tokens, Scalars)
-    return TargetCost(whole, fixed + slope * reused.work + reading, decode + reading, reused.uncached_tokens, fits)
+    absent = reused.uncached_tokens if device is None else absent_tokens(size, device, leading, at.block_size, Scalars)
+    return TargetCost(whole, fixed + slope * reused.work + reading, decode + reading, absent, fits)
+
+
+def absent_tokens(size: Any, device: Any, leading: Any, block_size: Any, ops: Any) -> Any:
+    """As of ``TargetCost``. Arguments as of ``target_cost`` and ``reuse``."""
+    present = ops.minimum(ops.maximum(device, leading), size.blocks)
+    return ops.maximum(1.0, size.tokens - block_size * present)
 
 
 class Scalars:
@@ -362,14 +377,16 @@ def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
     for target in context.targets:
         leading = context.leading.get(target.id, 0)
         cached: float = overlaps.get(target.id, 0)
+        device = None
         if isinstance(overlaps, TierDepths) and cached > leading:
-            own = tier_costs(target.registration)
-            cached = reusable(overlaps.tiers(target.id), own, leading, size.blocks, Scalars)
+            own, tiers = tier_costs(target.registration), overlaps.tiers(target.id)
+            cached, device = reusable(tiers, own, leading, size.blocks, Scalars), tiers[0]
         costs[target.id] = target_cost(
             size,
             cached,
             leading,
             columns_of(target),
+            device=device,
             overlap_weight=weights.overlap,
             prefill_weight=weights.prefill,
         )
@@ -468,5 +485,5 @@ def is_ready(held: HeldRequest, targets: Sequence[RoutingTarget]) -> bool:
     if not free:
         return False
     best, best_of_all = (min(among, key=lambda cost: cost.whole) for among in (free, allowed))
-    saved = best.uncached_tokens - best_of_all.uncached_tokens
+    saved = best.absent_tokens - best_of_all.absent_tokens
     return best_of_all.fits or held.waited_s >= PATIENCE_S * saved

@@ -412,7 +412,7 @@ def _waits_for_better(
     best, better = min(costs[target.id] for target in scored.targets), min(full)
     if better.whole >= best.whole:
         return False
-    return context.waited_s < PATIENCE_S * (best.uncached_tokens - better.uncached_tokens)
+    return context.waited_s < PATIENCE_S * (best.absent_tokens - better.absent_tokens)
 
 
 def _prefill_pool(context: RoutingContext, pools: _Pools, costs: Mapping[TargetId, TargetCost]) -> PrefillPool | None:
