@@ -35,6 +35,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "gpt-oss": (201088, 2880, 2880, 24, 64, 8),  # 20B
     "mla": (102400, 2048, 10944, 27, 16, 16),  # DeepSeek-V2-Lite
 }
+SHAPES["tiny"] = (1024, 128, 256, 2, 8, 4)  # to try the scripts
 SHAPES["gpt-oss-mxfp4"] = SHAPES["gpt-oss"]  # experts as its checkpoint stores them
 
 Run = Callable[[int, int, int, int], float]  # streams, tokens of a prompt, of an answer, seed -> seconds
@@ -66,11 +67,13 @@ def config(shape: str) -> Any:
 
 
 def random_model(shape: str) -> Any:
+    import torch
+
     from penstock.workers.engines.native.model import quantize as mxfp4
     from tests.gpu.native import large
 
     with mxfp4.as_stored(config(shape)) as loaded:
-        return large(loaded)
+        return large(loaded, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def place() -> Path:

@@ -424,14 +424,15 @@ def main() -> None:
 def whole(asked: argparse.Namespace) -> None:
     """Each part in processes of its own."""
     until = time.monotonic() + 60 * asked.minutes
-    kept, parts, writer = asked.folder, asked.parts or list(PARTS), None
-    if "speed" in parts:
-        asked.folder = kept or beside.place()
-        command = [sys.executable, "-m", "tests.gpu.beside", "native", "--write", "--shape", asked.shape,
-                   "--folder", str(asked.folder)]  # fmt: skip
-        writer = subprocess.Popen(command)  # meanwhile other parts run
+    kept, parts = asked.folder, asked.parts or list(PARTS)
+    writer: subprocess.Popen[bytes] | None = None
     try:
         for part in parts:
+            if "speed" in parts and part != "sums" and writer is None:  # meanwhile parts without times run
+                asked.folder = kept or beside.place()
+                command = [sys.executable, "-m", "tests.gpu.beside", "native", "--write", "--shape", asked.shape,
+                           "--folder", str(asked.folder)]  # fmt: skip
+                writer = subprocess.Popen(command)
             for name in [each for each in PARITY if asked.only in each] if part == "parity" else [""]:
                 print(f"== {part} {name}", flush=True)
                 began = time.monotonic()
