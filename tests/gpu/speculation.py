@@ -3,8 +3,9 @@
 python -m tests.gpu.speculation [demo] [8b] [eagle] [eagle-8b]
 TRITON_INTERPRET=1 python -m tests.gpu.speculation eagle     (without a GPU, slowly)
 
-The demo model has a draft model that was trained for it. For an 8B Llama's shape with random weights there is none; a
-model that resembles it is made: the last layers add little to the residual stream, and the draft model lacks them.
+The demo model has a draft model and a head that were trained for it. For an 8B Llama's shape with random weights there
+is none; a model that resembles it is made: the last layers add little to the residual stream, and the draft model lacks
+them.
 
 ``eagle`` compares proposals of EAGLE-3 heads with those of plain torch on a CPU. For the 8B shape a head with random
 weights proposes, and its proposals are then replaced: each is right with a probability of ``RIGHT``.
@@ -37,6 +38,7 @@ from tests.workers.engines.native import models
 
 TASKS = ("copying", "counting", "facts", "json", "needle", "thinking")
 DRAFT = str(modeldir.DEMO.parent / "demo-draft")
+HEAD = str(Path(__file__).parents[1] / "data" / "demo-eagle")
 PER_TASK, NEW = 4, 160
 LAYERS, SHARE = 2, 0.02
 RIGHT = 0.75
@@ -76,7 +78,8 @@ def demo() -> None:
     plain: dict[int, dict[Any, list[int]]] = {}
     for dtype in ("float32",):
         for name, options in (("none", {}), ("n-gram", {"speculative_model": "ngram"}),
-                              ("draft model", {"speculative_model": DRAFT})):  # fmt: skip
+                              ("draft model", {"speculative_model": DRAFT}),
+                              ("EAGLE-3 head", {"speculative_model": HEAD})):  # fmt: skip
             made = NativeOptions(device="cuda", dtype=dtype, kv_blocks=2000, max_running=32, warm=True, **options)  # type: ignore[arg-type]
             engine = build(str(modeldir.DEMO), made)
             run(engine, asked("first"), 8)
@@ -211,7 +214,7 @@ class Corrected:
         drafts: list[list[int]] = self._drafter.propose(plan, limits)
         for scheduled, draft in zip(plan, drafts, strict=True):
             sequence = scheduled.sequence
-            output, answer = sequence.tokens[sequence.prompt_len :], self._answers[sequence.key[1]]
+            output, answer = sequence.tokens[sequence.prompt_len :], self._answers.get(sequence.key[1], [])
             if output == answer[: len(output)]:
                 right = answer[len(output) : len(output) + len(draft)]
                 draft[: len(right)] = [token if self._random.random() < RIGHT else token ^ 1 for token in right]

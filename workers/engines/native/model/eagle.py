@@ -3,7 +3,8 @@
 Slot i of the head's KV belongs to the target's hidden states at token i, and to token i + 1; from both the head
 predicts token i + 2. For further proposals, its own hidden state at the slot before replaces the target's. The KV lies
 in a pool of its own under the target's block numbers, and follows one step behind the target's. Blocks that came from
-elsewhere lack it: the head sees only what is behind them, so its proposals are worse, and the output stays exact.
+elsewhere lack it: the head sees only what is behind them, so its proposals are worse, and the output stays exact. The
+last slot of a cached prefix has the token that was behind it before, which may be another one.
 
 Format and computation are those of https://arxiv.org/abs/2503.01840, as SafeAILab, SGLang and vLLM publish such heads.
 """
