@@ -85,6 +85,8 @@ class Reservations:
         reservation.filled = True
         if self._blocks.prefix_cache:
             first, last = reservation.have - reservation.loaded, len(reservation.blocks)
+            if reservation.loaded:  # other workers read what has a name, whenever they like
+                self.settle(reservation.blocks[first : reservation.have])
             reservation.named = self._blocks.name(reservation.blocks, reservation.digests, first, last)
             if self._blocks.host is not None:  # until a sequence starts with them that may be stored
                 self._blocks.memory_only.update(reservation.blocks[first:])

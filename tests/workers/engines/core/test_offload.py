@@ -327,7 +327,10 @@ def handed(rig: Rig, key: object, length: int, count: int) -> tuple[int, list[in
             rig.memory.content.update(written)
         else:
             assert {place: rig.memory.content[place] for place in written} == written, "it is there already"
+    rig.copier.settled.clear()
     transfer.adopt(reservation)
+    loaded = reservation.blocks[reservation.have - reservation.loaded : reservation.have]
+    assert set(loaded) <= set(rig.copier.settled), "a block with a name may be read by another process at any time"
     first = expected_tokens(tokens, count, WORDS)[0]
     asked = request(key, tokens, count, ignore_eos=True, root=ROOT, generated=[first], reservation=reservation)
     rig.engine.submit(asked)
