@@ -39,7 +39,7 @@ from penstock.gateway.base.request_bodies import (
 )
 from penstock.infra.model.defaults import BARRED
 from penstock.infra.text.parsers.families import TABLE
-from penstock.infra.text.parsers.registry import answer_parsing, thought_tokens
+from penstock.infra.text.parsers.registry import answer_marks, answer_parsing
 from penstock.schemas.block_hashes import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import (
@@ -355,7 +355,7 @@ def _parsing(
         names=context.reasoning_fields,
         hidden=hidden,
         joined=joined,
-        thoughts=thought_tokens(parsing, context.model.detokenizer) if parsing.reasoning else None,
+        thoughts=answer_marks(parsing, context.model.detokenizer).thoughts,
     )
 
 

@@ -155,26 +155,18 @@ class AnswerMarks(NamedTuple):
         marks: of an answer's formats, that are tokens of a vocabulary.
         shown: their characters, by the tokens' ids.
         texts: their texts, likewise, for what follows the parsed part of an answer.
+        thoughts: the marks of reasoning; None: they are no tokens of their own, or the format has channels.
     """
 
     marks: Marks
     shown: dict[int, str]
     texts: dict[int, str]
+    thoughts: ThoughtTokens | None
 
 
 def answer_marks(parsing: Parsing, detokenizer: Detokenizer) -> AnswerMarks:
     """For the parser and the text stream of an answer."""
     return _answer_marks(parsing.reasoning, parsing.tools, detokenizer)
-
-
-def thought_tokens(parsing: Parsing, detokenizer: Detokenizer) -> ThoughtTokens | None:
-    """The marks of an answer's reasoning; None: they are no tokens of their own, or the format has channels."""
-    marks = answer_marks(parsing, detokenizer)
-    tags = _format(TABLE.find(parsing.reasoning), TABLE.find(parsing.tools), marks.marks).reasoning
-    ids = {char: token for token, char in marks.shown.items()}
-    if tags is None or not all(mark in ids for mark in (*tags.opening, *tags.closing)):
-        return None
-    return ThoughtTokens(tuple(ids[each] for each in tags.opening), tuple(ids[each] for each in tags.closing))
 
 
 def forget_marks() -> None:
@@ -186,7 +178,13 @@ def forget_marks() -> None:
 def _answer_marks(reasoning: str, tools: str, detokenizer: Detokenizer) -> AnswerMarks:
     marks = Marks(format_tokens(Parsing(reasoning, tools), detokenizer.added))
     ids = {detokenizer.added[token]: token for token in marks.tokens}
-    return AnswerMarks(marks, {token: marks.char(text) for token, text in ids.items()}, ids)
+    shown = {token: marks.char(text) for token, text in ids.items()}
+    tags, thoughts = _format(TABLE.find(reasoning), TABLE.find(tools), marks).reasoning, None
+    by_char = {char: token for token, char in shown.items()}
+    if tags is not None and by_char.keys() >= {*tags.opening, *tags.closing}:
+        opening, closing = (tuple(by_char[mark] for mark in each) for each in (tags.opening, tags.closing))
+        thoughts = ThoughtTokens(opening, closing)
+    return AnswerMarks(marks, shown, ids, thoughts)
 
 
 def text_stream(request: GenerateRequest, detokenizer: Detokenizer) -> TextStream:
