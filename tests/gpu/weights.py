@@ -131,7 +131,7 @@ class Served:
         with patch.object(host_copies, "write", write):
             timed(
                 f"  received over {source.backend}, while the engine computes",
-                lambda: receive(source, 1, self.staging, self.model, self.device),
+                lambda: receive(source, 1, self.staging, self.model, self.device, threading.Event()),
             )
         say(f"  of that, written to the file in host memory: {written[0]:.2f} s")
         update(self.engine, self.staging)

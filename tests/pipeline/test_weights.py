@@ -489,3 +489,21 @@ async def test_models_that_share_a_device_take_turns_as_requests_come(new_deploy
         both = [http.post("/v1/completions", json=body(model=model)) for model in ("demo", "small") * 8]
         assert [each.status_code for each in await asyncio.gather(*both)] == [200] * 16
         assert len(await awake()) == 1
+
+
+async def test_each_rank_of_a_split_model_has_its_part_of_a_trainers_tensors(
+    new_deployment: NewDeployment, tmp_path: Path, steps: dict[str, Trained], prompt: list[int]
+) -> None:
+    split = new_deployment(
+        *("--engine", "native", "--workers", "1", "--threads", "2", "--tensor-parallel-size", "2", "--api-key", KEY),
+        *("--weights-staging", str(tmp_path)),
+    )
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=split.urls[0], headers=headers, trust_env=False, timeout=60) as http:
+        assert (await answered(http))[0] == steps[""].greedy(prompt, COUNT)
+        for step in ("step-1", "step-2"):
+            await steps[step].send(split)
+            assert (await answered(http))[0] == steps[step].greedy(prompt, COUNT)
+        answer = await http.post("/v1/admin/sleep", json={})
+        assert answer.status_code == 400
+        assert "on another GPU" in answer.json()["error"]["message"]

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -36,6 +37,7 @@ QUIET_S = 60.0  # for one bucket, or for NIXL to finish one part
 WHOLE_S = 3600.0  # for all of them
 LOOK_S = 0.5  # between two looks whether the trainer still is there
 POLL_S = 0.0005
+JOIN_POLL_S = 0.02
 PART_BYTES = 256 << 20  # that NIXL reads at once
 MOST_BUCKET = 4 << 30
 MOST_HEADER = 100 << 20  # bytes, as safetensors allows
@@ -62,12 +64,15 @@ class _Placed(msgspec.Struct, frozen=True):
     ranges: list[tuple[int, int, int]]
 
 
-def receive(source: TensorSource, rank: int, folder: Path, like: Path, device: torch.device) -> None:
+def receive(
+    source: TensorSource, rank: int, folder: Path, like: Path, device: torch.device, stop: threading.Event
+) -> None:
     """Receive tensors into a folder, as a checkpoint of the model whose folder is ``like``.
 
     Args:
         rank: of this worker among those that receive.
         device: that it computes on.
+        stop: set from another thread to end it.
     Raises:
         TensorsLost
     """
@@ -81,7 +86,7 @@ def receive(source: TensorSource, rank: int, folder: Path, like: Path, device: t
         store = library.TCPStore(
             source.address, source.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S)
         )
-        _receive(source, rank, store, folder / FILE, device)
+        _receive(source, rank, store, folder / FILE, device, stop)
         store.set(f"received/{rank}", "")
     except (TensorsLost, TransportUnavailable, TransferRejected, PeerLost, OSError, RuntimeError, ValueError) as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -92,7 +97,9 @@ def receive(source: TensorSource, rank: int, folder: Path, like: Path, device: t
         raise TensorsLost(f"tensors of the trainer at {source.address}:{source.port}: {reason}") from error
 
 
-def _receive(source: TensorSource, rank: int, store: Any, file: Path, device: torch.device) -> None:
+def _receive(
+    source: TensorSource, rank: int, store: Any, file: Path, device: torch.device, stop: threading.Event
+) -> None:
     _check_backend(source.backend, device)
     header = bytes(store.get("header"))
     size = _size(header)
@@ -100,11 +107,8 @@ def _receive(source: TensorSource, rank: int, store: Any, file: Path, device: to
         raise TensorsLost(f"{file.parent} has room for {room / 1e9:.1f} GB, and they are {size / 1e9:.1f} GB")
     store.set("world", str(len(source.ranks) + 1))
     store.set(f"joined/{rank}", "")
-    try:
-        store.wait(["go"], timedelta(seconds=JOIN_S))
-    except RuntimeError as error:
-        raise TensorsLost(f"the trainer has ended, or not all have joined within {JOIN_S:g} s") from error
-    presence = _Presence(store)
+    presence = _Presence(store, stop)
+    presence.wait(lambda: store.check(["go"]), JOIN_S, "not all have joined", JOIN_POLL_S)
     with file.open("wb") as opened:
         opened.write(header)
         opened.flush()
@@ -150,18 +154,20 @@ def _size(header: bytes) -> int:
 class _Presence:
     """Waits, while the trainer is there."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, stop: threading.Event) -> None:
+        self._store, self._stop = store, stop
         self._until = time.monotonic() + WHOLE_S
         self._look_at = 0.0
 
-    def wait(self, done: Callable[[], bool], seconds: float, late: str) -> None:
+    def wait(self, done: Callable[[], bool], seconds: float, late: str, poll_s: float = POLL_S) -> None:
         """
         Raises:
-            TensorsLost: it took too long, or the trainer has ended.
+            TensorsLost: it took too long, the trainer has ended, or this is to end.
         """
         until = min(self._until, time.monotonic() + seconds)
         while not done():
+            if self._stop.is_set():
+                raise TensorsLost("this worker stops")
             now = time.monotonic()
             if now > until:
                 raise TensorsLost(f"{late} within {seconds:g} s")
@@ -171,7 +177,7 @@ class _Presence:
                     self._store.check(["header"])
                 except RuntimeError as error:
                     raise TensorsLost("the trainer has ended") from error
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
 
 
 def _heard(

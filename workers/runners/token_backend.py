@@ -141,7 +141,7 @@ class TokenBackend:
         self._metrics.engine_built(served.name, engine.info)
         return served
 
-    def _receive_tensors(self, source: TensorSource, rank: int, folder: Path) -> None:
+    def _receive_tensors(self, source: TensorSource, rank: int, folder: Path, stop: threading.Event) -> None:
         """
         Raises:
             WeightsError: they did not all arrive.
@@ -150,7 +150,7 @@ class TokenBackend:
         from penstock.workers.kv_transfer.tensors import TensorsLost, receive
 
         try:
-            receive(source, rank, folder, self._described.path, find_device(self._settings.device))
+            receive(source, rank, folder, self._described.path, find_device(self._settings.device), stop)
         except TensorsLost as error:
             raise WeightsError(str(error)) from error
 

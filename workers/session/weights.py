@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -130,8 +131,8 @@ class WeightsTable:
         changed: publishes the registration again.
         stays: why the KV cache cannot leave the device; "": it can.
         turn: of a shared device, which this worker holds; None: it shares none.
-        receive: receives a trainer's tensors, as of a rank, into a folder, or raises ``WeightsError``; None: none are
-            taken.
+        receive: receives a trainer's tensors, as of a rank, into a folder, until the event is set, or raises
+            ``WeightsError``; None: none are taken.
     Attributes:
         holds: no request is to be submitted; the runner parks them.
         frozen: nor is anything computed.
@@ -149,7 +150,7 @@ class WeightsTable:
         *,
         stays: str = "",
         turn: DeviceTurn | None = None,
-        receive: Callable[[TensorSource, int, Path], None] | None = None,
+        receive: Callable[[TensorSource, int, Path, threading.Event], None] | None = None,
     ) -> None:
         self._call = call
         self._settings = settings
@@ -347,8 +348,11 @@ class WeightsTable:
         if self._receive is None:
             raise WeightsError("this worker has no --weights-staging, where tensors are received")
         await self._tidy()
-        began, folder = time.monotonic(), self._staging / "next"
-        await asyncio.to_thread(self._receive, source, source.ranks[self._context.id], folder)
+        began, folder, stop = time.monotonic(), self._staging / f"next-{time.time_ns()}", threading.Event()
+        try:
+            await asyncio.to_thread(self._receive, source, source.ranks[self._context.id], folder, stop)
+        finally:  # if this session ends, so does the thread
+            stop.set()
         revision = await asyncio.to_thread(self._revision, folder)
         place = self._staging / revision
         if revision != self._served.revision or not place.is_dir():
