@@ -62,3 +62,16 @@ async def test_every_kind_of_client_is_served_right_through_every_kind_of_distur
     assert "carries nothing out" in done
     assert "carries nothing in" in done
     assert done.count("kill ") == 3
+
+
+@pytest.mark.slow  # its topology is one more for `make chaos`; pipeline/test_fallback shows each way alone
+async def test_requests_whose_model_loses_its_only_worker_are_answered_once_by_another(tmp_path: Path) -> None:
+    """Both models compute the same, so that an answer does not depend on which of them gave it."""
+    kinds = ("stream", "whole", "nats", "messages", "responses")
+    stopped = Disturbance(0.0, Act.stop, "tiny-worker", hold_s=6.0)  # before it has answered anything
+    disturbances = (stopped, *(Disturbance(at, Act.kill, "tiny-worker") for at in (9.0, 12.0)))
+    options = Options(15.0, seed=5, topology="fallback", clients=8, kinds=kinds, each=1, disturbances=disturbances)
+    report = await run(tmp_path, options, print)
+    assert report.clean, report.text
+    logs = [each.read_text(errors="replace") for each in sorted(tmp_path.rglob("router-*.log"))]  # noqa: ASYNC240
+    assert "request_fell_back" in "".join(logs)

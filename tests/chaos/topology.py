@@ -40,7 +40,11 @@ class Topology(NamedTuple):
         """Processes of a role, or of workers of a role, as ``penstock up`` names them."""
         flag = f"--{role}" if f"--{role}" in self.flags else f"--{role}s"
         count = int(self.flags[self.flags.index(flag) + 1]) if flag in self.flags else 0
-        return [f"{role}-{number}" for number in range(count)]
+        found = [f"{role}-{number}" for number in range(count)]
+        models = [name for at, name in zip(self.flags, self.flags[1:], strict=False) if at == "--model"]
+        if role not in WORKERS or len(models) < 2:
+            return found
+        return [f"{model.partition('=')[0]}-{name}" for model in models for name in found]
 
     @property
     def gateways(self) -> int:
@@ -87,6 +91,16 @@ TOPOLOGIES = {
         "tiny",
         embed="vectors",
         keys=True,
+    ),
+    # Two models, each with a worker: what the first one's loses before the first token runs on the second.
+    "fallback": Topology(
+        (
+            *("--mock-speedup", "1", "--workers", "1", "--model", "tiny", "--model", "spare=tiny"),
+            *("--fallback", "tiny=spare", "--fallback-after-s", "5", "--gateways", "2", "--routers", "2"),
+            *("--kv-blocks", "4000"),
+        ),
+        {"tiny-worker": 5, "spare-worker": 2, "gateway": 2, "router": 2, BROKER: 1},
+        "tiny",
     ),
     "cluster": Topology(
         ("--mock-speedup", "1", "--workers", "3", "--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
