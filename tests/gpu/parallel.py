@@ -53,7 +53,7 @@ from tests.gpu.times import timed
 from tests.workers.engines.native import models
 
 PARTS = {"sums": 60.0, "parity": 60.0, "speed": 240.0, "lost": 75.0, "handoff": 120.0}  # and seconds, at most
-PARITY = ("llama", "qwen3_moe", "gpt_oss", "phi3", "gemma3", "mixtral")
+PARITY = ("llama", "qwen3_moe", "gpt_oss", "phi3", "gemma3", "mixtral", "deepseek_v3")
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of 4,096 values
 STREAMS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (16, 2048, 1))
 FEW = 4  # rows of sums by the kernel, interpreted
