@@ -26,6 +26,7 @@ from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.pool import KvPool, KvShape
 from penstock.workers.engines.native.weights import HostCopy
+from tests.adapters import other_weights
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
 
 
@@ -369,3 +370,24 @@ def test_log_probabilities_of_sampled_tokens_are_those_of_transformers(dtype: st
     assert len(found) == 60
     assert float(difference.mean()) <= 0.01
     assert float(difference.max()) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "mapped"),
+    [("gemma3", "", True), ("gpt_oss", "fp8", True), ("phi3", "fp8", True), ("mixtral", "", False)],
+)
+def test_new_weights_answer_as_an_engine_that_was_started_with_them(
+    name: str, quantization: str, mapped: bool, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Mapped where tensors have the names of modules; those with a tensor per expert are loaded whole."""
+    trained = other_weights(model_dir(name), tmp_path / "trained")
+    options = NativeOptions(device="cpu", block_size=8, kv_blocks=64, threads=1, quantization=quantization)
+    asked = [request(1, prompt(13), 12)]
+    engine, fresh = build(str(model_dir(name)), options), build(str(trained), options)
+    assert engine.weights is not None
+    read = engine.weights.read(trained)
+    assert (read.values is not None) == mapped
+    engine.weights.hold()
+    engine.weights.replace(read, lambda key, generated: b"r" * 16)
+    engine.weights.proceed()
+    assert tokens(run(engine, asked)) == tokens(run(fresh, asked))
