@@ -19,6 +19,8 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.model.modeldir import DEMO, MODELS
 from penstock.log_tools.requests.leases import leases
 from penstock.log_tools.timeline.read import read_timeline
+from penstock.operate.workers import registrations
+from penstock.schemas.fleet import ConnectorUse
 from tests import standins
 from tests.demo_model.shared_weights import join
 from tests.pipeline.conftest import NewDeployment
@@ -294,6 +296,8 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
         return await idle_workers(bus) and not any(each.is_open(now) for each in (await leases(bus, now)).values())
 
     await until(nothing_held, "all is let go of", within_s=40)
+    connectors = [each.load.connector for each in await registrations(bus) if each.role in roles]
+    assert connectors == [ConnectorUse("NixlConnector")] * 2, "it says no more"
     assert {lease.last.state for lease in (await leases(bus, time.time_ns())).values()} == {"released"}
     assert await stopped(list(roles.values())) == [0, 0]
     await all_end(list(roles.values()))

@@ -693,13 +693,16 @@ async def test_a_worker_tells_where_kv_is_that_its_engine_moves_by_itself(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     held = engine()
-    held.info = msgspec.structs.replace(held.info, handoff_layout="one", handoff_memory="cuda")
+    held.info = msgspec.structs.replace(
+        held.info, handoff_layout="one", handoff_memory="cuda", connector="c", connector_tokens=7
+    )
     async with run_worker(broker, pipeline, held) as worker:
         await eventually(lambda: log.registered(worker.id))
         registration = log.registered(worker.id)
         assert registration is not None
         assert registration.transfer is not None
         assert registration.transfer.gpu
+        assert registration.load.connector == fleet.ConnectorUse("c", buffer_tokens=7)
 
 
 async def test_with_events_switched_off_not_one_is_published(

@@ -70,6 +70,7 @@ def test_an_answer_is_the_one_of_an_engine_alone(make: Make, pair: tuple[Driver,
     assert scheduler(target).pool.usage == 0.0
     assert source.engine.info.pair_only
     assert source.engine.info.handoff_layout == target.engine.info.handoff_layout != ""
+    assert source.engine.info.connector == "sglang nixl"
 
 
 def test_prompts_that_both_have_seen_come_from_the_prefill_engine_s_cache(pair: tuple[Driver, Driver]) -> None:

@@ -40,6 +40,8 @@ def test_the_answer_is_that_of_one_engine(make: Make, quirks: Any, whole: list[i
     quirks.decode_repeats_first = repeats
     prefill, decode = make(role="prefill"), make(role="decode")
     assert prefill.info.handoff_layout == decode.info.handoff_layout != ""
+    assert prefill.info.connector == "trtllm NIXL"
+    assert prefill.info.connector_tokens >= prefill.info.max_model_len
     first, opaque = prefilled(prefill)
     results = went_on(decode, first, opaque)
     assert first + results.tokens("d") == whole
