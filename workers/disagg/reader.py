@@ -78,11 +78,13 @@ class BlockReader:
             TransferError: it pins none, or does not answer in time.
         """
         order = PinPrefix(ticket, self._worker, b"".join(digests), lease_s)
+        subject = self._bus.subjects.control(source)
         try:
-            subject = self._bus.subjects.control(source)
             reply = await self._bus.nc.request(subject, wire.encode(order), timeout=PIN_S)
             pinned = control.decode_pinned(reply.data)
         except (NatsError, TimeoutError) as error:
+            with contextlib.suppress(NatsError):  # it may have pinned them by now, or is about to
+                await self._bus.nc.publish(subject, wire.encode(Release(ticket, self._worker)))
             raise TransferError("timeout", f"the source did not answer: {error!r}") from None
         except msgspec.MsgspecError as error:
             raise TransferError("refused", f"the source's answer cannot be read: {error}") from None

@@ -16,7 +16,7 @@ from penstock.schemas import control, wire
 from penstock.schemas.jobs import Move
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
-from penstock.workers.disagg import owner
+from penstock.workers.disagg import owner, reader
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import BLOCK, LogClient, WorkerHarness, answer, engine, request, run_worker
@@ -166,6 +166,17 @@ async def test_a_source_that_is_gone_costs_a_moment_and_is_not_asked_again(log: 
         await log.end(asked)
         assert log.streamed(asked) == answer(asked)
     assert failures(two.reader) == {"timeout": 1, "silent": 1}
+    await two.free()
+
+
+async def test_what_a_late_source_has_pinned_is_released_at_once(
+    log: LogClient, two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await computed_at(log, two.source)
+    monkeypatch.setattr(reader, "PIN_S", 0.0)
+    asked, cached = await asked_with_move(log, two)
+    assert (cached, failures(two.reader)) == (0, {"timeout": 1})
+    assert await log.states(asked, "released") == ["offered", "released"]
     await two.free()
 
 
