@@ -229,10 +229,10 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir, a
         try:
             answer = await server.complete(model=name, prompt=ids, max_tokens=1, temperature=0.0, return_token_ids=True)
             sends_ids = any(each.get("token_ids") for each in answer.get("choices") or ())
-        except CompletionRefused:
-            try:  # it may not know the option
+        except (CompletionRefused, ServerFault):
+            try:  # it may not know the option; some servers fail on what they do not know
                 await server.complete(model=name, prompt=ids, max_tokens=1, temperature=0.0)
-            except CompletionRefused:
+            except (CompletionRefused, ServerFault):
                 takes_ids = False
     else:
         log.warning(
@@ -242,7 +242,7 @@ async def abilities_of(server: CompletionServer, wanted: str, model: ModelDir, a
     async def takes(**options: Any) -> bool:
         try:
             await server.complete(model=name, prompt=PROBE, max_tokens=1, **({"temperature": 0.5} | options))
-        except CompletionRefused:
+        except (CompletionRefused, ServerFault):
             return False
         return True
 

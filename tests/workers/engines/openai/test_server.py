@@ -218,6 +218,22 @@ def test_a_server_without_ids_is_sent_text_and_its_text_becomes_tokens(
     assert far.asked[0]["prompt"] == tokenizer.decode(list(PROMPT), skip_special_tokens=False)
 
 
+def test_a_server_that_fails_on_what_it_does_not_know_is_not_sent_it(far: Played, drive: Callable[..., Driver]) -> None:
+    """llama-cpp-python answers a prompt of ids with 500."""
+
+    def probe(handler: Handler, body: dict[str, Any]) -> None:
+        if isinstance(body["prompt"], str) and "min_p" not in body:
+            handler.whole(200, {"choices": [{"text": "x"}], "usage": usage_of(body["prompt"])})
+        else:
+            handler.whole(500, {"error": {"message": "validation errors"}})
+
+    far.probe, far.answers = probe, [says({"choices": [{"text": " wait", "finish_reason": "stop"}]})]
+    driver = drive()
+    assert driver.engine.info.ignored_options == ("min_p",)
+    driver.answer(ask(1, 50))
+    assert isinstance(far.asked[0]["prompt"], str)
+
+
 def test_what_an_earlier_attempt_said_is_part_of_the_prompt(far: Played, drive: Callable[..., Driver]) -> None:
     far.answers = [says(said(33, finish="length"))]
     assert drive().answer(ask(1, 4, (30, 31, 32))) == [33]
