@@ -37,7 +37,7 @@ from penstock.schemas import contents, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import MEMORY
-from penstock.schemas.tokens import Logprob, TokenBatch, TokenItem
+from penstock.schemas.tokens import COUNTS, Logprob, TokenBatch, TokenItem
 from penstock.schemas.wire import decoder, encode
 
 REMEMBERED = 4096  # ended requests; what is left of others expires
@@ -549,13 +549,13 @@ def so_far(inflight: InflightRequest) -> list[TokenItem]:
 
 
 def merged(items: Iterable[TokenItem], attempt: int) -> list[TokenItem]:
-    """What a gateway has read of a request, as items of its present attempt: one a choice."""
-    found: dict[int, list[TokenItem]] = {}
+    """What a gateway has read of a request, as items of its present attempt: one a choice, behind the counts."""
+    found: dict[tuple[int, int], list[TokenItem]] = {}
     for item in items:
-        found.setdefault(item.choice, []).append(item)
+        found.setdefault((item.choice, item.first if item.choice == COUNTS else 0), []).append(item)
     # The fence of the present attempt comes first, so that nothing of earlier ones counts.
     whole = []
-    for choice, parts in found.items():
+    for (choice, _), parts in sorted(found.items(), key=lambda each: each[0][0] != COUNTS):
         last = parts[-1]
         logprobs: list[Logprob] | None = None
         if any(part.logprobs is not None for part in parts):

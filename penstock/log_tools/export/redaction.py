@@ -140,6 +140,7 @@ class Redactor:
             salt=self._named(request.salt),
             session=self._named(request.session),
             client_body=b"",
+            chat=b"",
             tenant=self._tenant(request.tenant),
             media=tuple(_replace(each, digest=self._hash(each.digest) * 2) for each in request.media),
             diffusion=drawn,

@@ -105,6 +105,8 @@ def unsupported(request: GenerateRequest) -> str:
     """Why a request cannot be asked over HTTP; "": it can."""
     if request.constraint is not None and request.constraint.kind == "lark":
         return "with tool calls or reasoning that a grammar keeps"
+    if request.chat:
+        return "whose prompt a server made of a chat"
     if request.media:
         return "with media, which HTTP takes in chat messages only"
     if request.stop.strings and request.parsing is not None:

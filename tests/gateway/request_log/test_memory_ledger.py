@@ -5,7 +5,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.request_log.unstored import Fronts, MemoryLedger
+from penstock.gateway.request_log.unstored import Fronts, MemoryLedger, merged
+from penstock.schemas import done
+from penstock.schemas.tokens import COUNTS, Finish, TokenItem
+from penstock.schemas.wire import pack_tokens
 from tests.properties import examples
 
 
@@ -101,3 +104,13 @@ def test_after_the_streams_were_lost_sequences_begin_again() -> None:
     ledger.read(3)
     ledger.over("a")
     assert ledger.fronts() == Fronts(2, 4)
+
+
+def test_what_a_gateway_has_read_keeps_the_counts_of_each_choice_before_its_end() -> None:
+    counts = [done.counted("r", 1, choice, done.Usage(9, 4 + choice)) for choice in (0, 1)]
+    ends = [TokenItem("r", 1, choice, 1, pack_tokens([choice]), Finish("stop")) for choice in (0, 1)]
+    begun = TokenItem("r", 1, 0, 0, pack_tokens([7]))
+    items = merged([begun, counts[0], ends[0], counts[1], ends[1]], 2)
+    assert [(each.choice, each.first) for each in items] == [(COUNTS, 0), (COUNTS, 1), (0, 0), (1, 1)]
+    assert [done.counts_in(each).completion for each in items[:2]] == [4, 5]
+    assert items[2].tokens == pack_tokens([7, 0])

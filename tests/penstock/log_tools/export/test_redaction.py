@@ -91,6 +91,7 @@ def test_nothing_that_a_user_wrote_is_left() -> None:
         user=SECRET,
         client_request_id=SECRET,
         salt=SECRET,
+        chat=SECRET.encode(),
         tenant="secret-plan",
         stop=Stop(max_tokens=3, strings=(SECRET,)),
         sampling=Sampling(logit_bias={3: 1.0}, logits_processors=(LogitsProcessor("json", SECRET.encode()),)),

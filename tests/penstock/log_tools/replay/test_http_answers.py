@@ -80,3 +80,4 @@ def test_stop_strings_that_count_in_the_content_only_cannot_be_asked_for_over_ht
     assert unsupported(samples.request(stop=stop)) == ""
     assert unsupported(samples.request(parsing=Parsing("basic"))) == ""
     assert "content only" in unsupported(samples.request(stop=stop, parsing=Parsing("basic")))
+    assert "server made" in unsupported(samples.request(chat=b"{}"))
