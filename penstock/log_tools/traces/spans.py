@@ -183,8 +183,8 @@ class _SpanBuilder:
             started, first = done.timings.started_ns, done.timings.first_token_ns
         else:
             return  # the terminal event's times are those of the stage before
-        moved = [line.at_ns for line in self._handoffs if line.ticket == self._ticket(stage) and line.state == "read"]
-        phases = [("wait", max([stage.assigned_ns, *moved]), started)]
+        moved, prefix = self._read_ns(stage, self._ticket(stage)), self._read_ns(stage, self._prefix(stage))
+        phases = [("wait", max([stage.assigned_ns, *moved, *prefix]), started)]
         if stage.role == "encode":
             phases.append(("embeddings", started, end))
         else:
@@ -210,7 +210,16 @@ class _SpanBuilder:
         if source is not None and source.handed_off is not None:
             links = [SpanLink(self._id(source), "handoff")]
             yield from self._read(parent, stage, "transfer", ticket, source.handed_off.backend, links)
-        yield from self._read(parent, stage, PREFIX, f"{self._request.id}:{stage.attempt}:{PREFIX}")
+        yield from self._read(parent, stage, PREFIX, self._prefix(stage))
+
+    def _prefix(self, stage: StageRun) -> str:
+        """The ticket of a prefix that the stage reads."""
+        return f"{self._request.id}:{stage.attempt}:{PREFIX}"
+
+    def _read_ns(self, stage: StageRun, ticket: str) -> list[int]:
+        """When the stage had read a ticket's blocks."""
+        lines = (line for line in self._handoffs if line.ticket == ticket and line.target == stage.worker)
+        return [line.at_ns for line in lines if line.state == "read"]
 
     def _read(
         self,

@@ -200,6 +200,22 @@ def test_one_worker_alone_has_its_phases_without_stamps() -> None:
     assert named(spans, "aggregated").attributes["gen_ai.usage.output_tokens"] == 2
 
 
+def test_a_prefix_that_was_read_from_another_worker_is_a_span_of_its_reader() -> None:
+    made = timeline()
+    made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
+    made.add_handoff(line("offered", 3.2, "w-2", "w-1", "prefix"))
+    made.add_handoff(line("leased", 3.5, "w-2", "w-1", "prefix"))
+    made.add_handoff(line("read", 4.5, "w-2", "w-1", "prefix", blocks=12, bytes=4096, seconds=0.001))
+    made.add_end(done(50, "w-1"), at(50))
+    spans = spans_of(made)
+    check(spans)
+    assert below(spans, named(spans, "aggregated")) == ["prefix", "wait", "prompt", "generate"]
+    prefix = named(spans, "prefix")
+    assert ms(prefix) == (3.5, 4.5)
+    assert prefix.attributes["penstock.transfer.source"] == "w-2"
+    assert prefix.attributes["penstock.transfer.blocks"] == 12
+
+
 # --- what was measured ---
 
 
