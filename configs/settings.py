@@ -490,7 +490,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or a draft model"),
     ] = True
     kv_offloading_size: Annotated[
-        float, Meta(ge=0, description="native: GiB of host memory for KV blocks that leave the pool; 0: none")
+        float, Meta(ge=0, description="native, mock: GiB of host memory for KV blocks that leave the pool; 0: none")
     ] = 0.0
     kv_disk: Annotated[
         str, about('native: folder for KV blocks that leave host memory, found again after a restart; "": none')

@@ -110,9 +110,12 @@ def check_settings(settings: WorkerSettings) -> None:
                 "--move-prefixes on: other workers read this one's KV cache, so it does not sleep; leave out "
                 "--sleep-after-s and --share-device"
             )
-    for flag, given in (("--kv-offloading-size", settings.kv_offloading_size), ("--kv-disk", settings.kv_disk)):
-        if given and (settings.engine != "native" or settings.role == "encode"):
-            raise ValueError(f"{flag} applies to the native engine, where it keeps KV; leave it out")
+    for flag, given, engines in (
+        ("--kv-offloading-size", settings.kv_offloading_size, ("native", "mock")),
+        ("--kv-disk", settings.kv_disk, ("native",)),
+    ):
+        if given and (settings.engine not in engines or settings.role == "encode"):
+            raise ValueError(f"{flag} applies to --engine {' or '.join(engines)}, where it keeps KV; leave it out")
     if settings.lora_slots and not support.lora and settings.role != "encode":
         raise ValueError(
             f"--engine {settings.engine} applies no LoRA adapters here; leave out --lora and --lora-folder, or use "

@@ -12,7 +12,7 @@ from penstock.infra.constraints import constraint_grammar
 from penstock.infra.model import modeldir
 from penstock.infra.text.detokenizer import REPLACEMENT
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler, ModelTokens, working
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockManager, HostCache
 from penstock.workers.engines.core.data_parallel import DataParallelEngine
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import Adapters, ScheduledEngine
@@ -21,10 +21,13 @@ from penstock.workers.engines.core.running import MAX_SCORED_TOKENS, SchedulerCo
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.engine_protocol import EngineInfo
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, closing_tokens
-from penstock.workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
+from penstock.workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockCopies, MockVisionEncoder
 from penstock.workers.engines.mock.play import Played, Player, read_recording
 
 DEFAULT_BLOCKS = 16_384
+TOKEN_BYTES = 128 << 10  # of KV, as of a Llama of 8B; of a mock without memory
+TOKEN_S = 20.6e-6  # that a prompt's token takes in a whole step
+LOAD_SHARE = 0.1
 DEFAULT_SLOTS = 256
 
 
@@ -50,6 +53,7 @@ class MockOptions:
         crash_token, answer_tokens: see ``MockExecutor``, the second its ``lengths``.
         max_loras: adapters of which sequences run at once, with other tokens for each; 0: it takes none.
         max_lora_rank: of an adapter.
+        host_blocks: of host memory behind the KV cache; bringing one back takes ``LOAD_SHARE`` of computing it.
         played: recorded requests whose answers are played; all others get the mock's own.
     """
 
@@ -73,6 +77,7 @@ class MockOptions:
     played: Sequence[Played] = ()
     max_loras: int = 0
     max_lora_rank: int = 64
+    host_blocks: int = 0
     tokenizer: Tokenizer | None = None
 
 
@@ -86,8 +91,12 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         ValueError: a size below 1, or every id is excluded.
     """
     started = time.perf_counter()
+    host = HostCache(options.host_blocks, kv_events=options.kv_events) if options.host_blocks else None
     blocks = BlockManager(
-        options.total_blocks or DEFAULT_BLOCKS, prefix_cache=options.prefix_cache, kv_events=options.kv_events
+        options.total_blocks or DEFAULT_BLOCKS,
+        prefix_cache=options.prefix_cache,
+        kv_events=options.kv_events,
+        host=host if options.prefix_cache else None,
     )
     slots = AdapterSlots(options.max_loras)
     scheduler = Scheduler(
@@ -135,7 +144,13 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         constraints=ALL_CONSTRAINTS if grammars is not None else (),
     )
     adapters = Adapters(slots, options.max_lora_rank, lambda folder: None) if options.max_loras else None
-    engine = ScheduledEngine(info, scheduler, executor, encoder, grammars=grammars, adapters=adapters, store=executor)
+    copier: MockCopies | None = None
+    if blocks.host is not None:
+        load_s = LOAD_SHARE * TOKEN_S * options.block_size / options.speedup if options.speedup else 0.0
+        copier = MockCopies(pool.pages if pool is not None else None, options.host_blocks, load_s, sleep)
+    engine = ScheduledEngine(
+        info, scheduler, executor, encoder, copier=copier, grammars=grammars, adapters=adapters, store=executor
+    )
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold
@@ -223,6 +238,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         prefix_cache=settings.prefix_cache,
         kv_events=settings.publish_events_and_metrics,
         speedup=settings.mock_speedup,
+        host_blocks=int(settings.kv_offloading_size * (1 << 30)) // (settings.block_size * TOKEN_BYTES),
         memory_block_bytes=BLOCK_BYTES if settings.role != "aggregated" or (moves and ranks == 1) else 0,
         image_tokens=0 if vision is None or vision.patches is not None or ranks > 1 else vision.image_tokens,
         embed_slots=settings.embed_slots,

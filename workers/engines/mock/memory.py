@@ -8,6 +8,7 @@ with blocks of another worker can verify that they are the right ones, and an an
 import ctypes
 import mmap
 import struct
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 from zlib import crc32
@@ -17,6 +18,7 @@ from blake3 import blake3
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
+from penstock.workers.engines.core.blocks import BlockCopies
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 
@@ -53,12 +55,47 @@ class Pages:
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         return Memory(base=base, block_bytes=self.size, blocks=self.count, layout=layout)
 
+    def get(self, page: int) -> bytes:
+        return bytes(self.data[page * self.size : (page + 1) * self.size])
+
+    def put(self, page: int, content: bytes) -> None:
+        self.data[page * self.size : (page + 1) * self.size] = content
+
     def close(self) -> None:
         self.data.release()
         try:
             self._map.close()
         except BufferError:  # still being read; it is freed with the last reader
             pass
+
+
+class MockCopies:
+    """Implements ``penstock.workers.engines.core.blocks.BlockCopier``.
+
+    Args:
+        pages: of the KV pool; None: it has no memory.
+        load_s: that bringing a block back takes.
+        sleep: waits for that.
+    """
+
+    def __init__(self, pages: Pages | None, slots: int, load_s: float, sleep: Callable[[float], None]) -> None:
+        self._pages, self._slots = pages, Pages(slots, pages.size) if pages is not None else None
+        self.load_s, self._sleep = load_s, sleep
+
+    def copy(self, copies: BlockCopies) -> None:
+        if self._pages is not None and self._slots is not None:
+            for block, slot in copies.saves:
+                self._slots.put(slot, self._pages.get(block))
+            for slot, block in copies.loads:
+                self._pages.put(block, self._slots.get(slot))
+        if copies.loads and self.load_s:
+            self._sleep(self.load_s * len(copies.loads))
+
+    def settle(self, blocks: Collection[int]) -> None: ...
+
+    def close(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
 
 
 class Medium(NamedTuple):

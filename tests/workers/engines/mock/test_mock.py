@@ -14,7 +14,7 @@ from penstock.schemas.kv import Stored
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.core.running import MAX_SCORED_TOKENS
 from penstock.workers.engines.engine_protocol import Engine, EngineInfo, Output, RequestError, SequenceRequest
-from penstock.workers.engines.mock import DEFAULT_BLOCKS, MockOptions, build, from_settings
+from penstock.workers.engines.mock import DEFAULT_BLOCKS, LOAD_SHARE, TOKEN_S, MockOptions, build, from_settings
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens
 
 PROMPT = list(range(40, 90))
@@ -251,3 +251,15 @@ def test_settings_say_whether_a_sequence_may_be_evicted(policy: Literal["max_uti
     assert counts == {"a": 40, "b": 40}
     assert waited
     assert (engine.stats().preemptions > 0) == evicted
+
+
+def test_blocks_that_left_come_back_from_host_memory_with_what_they_held_and_take_their_time() -> None:
+    slept: list[float] = []
+    options = MockOptions(vocab_size=100, block_size=8, total_blocks=11, host_blocks=40, memory_block_bytes=32)
+    engine = build(options, sleep=slept.append)
+    wanted = tokens(answer(engine, request(4)))
+    answer(engine, request(4, prompt=list(range(10, 88))))
+    before = len(slept)
+    assert tokens(answer(engine, request(4))) == wanted
+    assert engine.stats().loaded_blocks == len(PROMPT) // 8
+    assert slept[before] == pytest.approx(LOAD_SHARE * TOKEN_S * 8 * (len(PROMPT) // 8))
