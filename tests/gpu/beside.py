@@ -139,7 +139,9 @@ def vllm(asked: argparse.Namespace) -> Run:
         tensor_parallel_size=asked.width,
     )  # fmt: skip
     if not asked.fp8:
-        engine.apply_model(spread)
+        from tests.gpu import beside  # which the engine's processes can import, too
+
+        engine.apply_model(beside.spread)
 
     def run(streams: int, prompt: int, answer: int, seed: int) -> float:
         draw, vocab = random.Random(seed), SHAPES[asked.shape][0]

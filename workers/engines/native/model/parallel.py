@@ -146,7 +146,7 @@ class RankGroup:
             self._wait(lambda exchange: exchange._allgather_base(parts, part.contiguous(), options))
         else:
             self._wait(lambda exchange: exchange.allgather([list(parts.unbind())], [part.contiguous()]))
-        return parts.movedim(0, -2).flatten(-2)
+        return torch.cat(parts.unbind(), -1)
 
     def spread(self, values: Tensor) -> None:
         """Replace (n,) int32 by those of rank 0."""
