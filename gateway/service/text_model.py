@@ -341,7 +341,10 @@ class TextModel:
         source = self.source
         loaded = self._store.peek(source) if source is not None else None
         if loaded is not None:
-            self._card = Card(loaded.max_model_len, loaded.vision is not None)
+            longest = loaded.max_model_len
+            if self._carries_chat and (used := self._select().used):
+                longest = max(each.max_model_len for each in used)  # the folder may be of another model
+            self._card = Card(longest, loaded.vision is not None)
         elif not self._card.max_model_len:
             used = self._select().used
             return Card(max((each.max_model_len for each in used), default=0), any(each.vision for each in used))

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import ANYONE, Caller
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
+from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.fleet import FleetView
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.worker_leases import RegisteredWorker
@@ -20,7 +21,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Registration, WorkerState
-from penstock.schemas.requests import GenerateRequest, Stop
+from penstock.schemas.requests import CARRIED_CHAT, GenerateRequest, Stop
 from penstock.schemas.subjects import Subjects
 
 MODEL = load(DEMO)
@@ -74,6 +75,22 @@ async def test_workers_without_parsers_have_answers_written_without(view: FleetV
     assert parsers(view) is None
     leave(view, "a")
     assert parsers(view) is None
+
+
+async def test_requests_carry_their_chat_if_the_first_worker_s_server_takes_nothing_else(view: FleetView) -> None:
+    def context() -> PrepareContext:
+        found = view.only_context()
+        assert found is not None
+        return found
+
+    assert not context().carries_chat
+    join(view, "a", logits_processors=(CARRIED_CHAT,))
+    (_, model), *_ = view.listed()
+    assert (context().carries_chat, context().max_model_len, model.card.max_model_len) == (True, 4096, 4096)
+    leave(view, "a")
+    assert context().carries_chat, "as the last one said"
+    join(view, "b")
+    assert not context().carries_chat
 
 
 async def test_what_any_worker_does_not_apply_is_ignored(view: FleetView) -> None:
