@@ -3,6 +3,7 @@
 python -m tests.gpu.resources            # half a minute; without a GPU it shows the connectors only
 """
 
+import argparse
 import asyncio
 import json
 import shutil
@@ -51,6 +52,7 @@ def smi() -> list[tuple[str, int]]:
 def main() -> int:
     from penstock.log_tools.sources.open_log import LogSource
 
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as home:
         deployment = Deployment(Path(home), "--engine", "native", "--prefill", "1", "--decode", "1")
         try:
