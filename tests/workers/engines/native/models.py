@@ -1,5 +1,6 @@
 """Small random models of several architectures, what transformers itself makes of them, and a driver of engines."""
 
+import time
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engine_loop.loop import BLOCKED_S
 from penstock.workers.engines.engine_protocol import Engine, Output, SequenceRequest, StepResult
 from penstock.workers.engines.native.model import quantize
 
@@ -180,6 +182,8 @@ def drain(engine: Engine) -> list[StepResult]:
         results.append(engine.step())
         assert not results[-1].failures
         assert len(results) < 5000
+        if engine.blocked:  # by files, which threads read
+            time.sleep(BLOCKED_S)
     return results
 
 
