@@ -121,7 +121,8 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     earlier_workers: tuple[EarlierWorker, ...] = ()  # that streamed before it
 
 
-WorkerControl = DumpKv | Drain | Release | Push | Sleep | Wake | RecordTrace | PinPrefix
+OperatorOrder = Drain | Sleep | Wake | RecordTrace  # on ``Subjects.drain``, where no other is taken
+WorkerControl = DumpKv | Release | Push | PinPrefix | OperatorOrder
 
 decode_cancel = decoder(Cancel)
 decode_worker = decoder(WorkerControl)  # type: ignore[arg-type, var-annotated]

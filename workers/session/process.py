@@ -186,7 +186,7 @@ def control_subscribers(broker: BusBroker, subjects: Subjects, worker: str) -> t
         broker.orders(
             subjects.drain(worker),
             decode,
-            payload=control.Drain | control.Sleep | control.Wake | control.RecordTrace,
+            payload=control.OperatorOrder,
             title="Drain",
             at_once=several,
         ),
@@ -483,7 +483,7 @@ class WorkerProcess:
 
         @drains
         async def on_drain(order: control.WorkerControl) -> bytes:
-            if isinstance(order, control.DumpKv | control.Release | control.Push):  # it may not have them move blocks
+            if not isinstance(order, control.OperatorOrder):  # it may not have them say, pin or move blocks
                 return wire.encode(control.Ok("only drain, sleep, wake and profile"))
             return await self._control(session, order)
 
