@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,8 @@ from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable
 JOIN_S = 60.0  # for the trainer and all workers to be there
 QUIET_S = 60.0  # for one bucket, or for NIXL to finish one part
 WHOLE_S = 3600.0  # for all of them
+STUCK_S = 180.0  # in one call of torch's, or for one part to be written
+STOP_S = 1.0  # for what runs to see that it is to end
 LOOK_S = 0.5  # between two looks whether the trainer still is there
 POLL_S = 0.0005
 JOIN_POLL_S = 0.02
@@ -76,6 +79,35 @@ def receive(
     Raises:
         TensorsLost
     """
+    found, presence = Future[None](), _Presence(stop)
+
+    def work() -> None:
+        try:
+            _receive_into(folder, source, rank, like, device, presence)
+            found.set_result(None)
+        except BaseException as error:  # raised below
+            found.set_exception(error)
+
+    # torch waits without a limit for a store that accepts a connection and is silent: this thread is left to it then.
+    thread = threading.Thread(target=work, name="receive-tensors", daemon=True)
+    thread.start()
+    while not found.done():
+        ends = stop.is_set()
+        thread.join(STOP_S if ends else LOOK_S)
+        if not found.done() and (ends or time.monotonic() - presence.moved_at > STUCK_S):
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = "this worker stops" if ends else f"nothing has moved for {STUCK_S:g} s"
+            raise TensorsLost(f"{_named(source)}: {reason}")
+    found.result()
+
+
+def _named(source: TensorSource) -> str:
+    return f"tensors of the trainer at {source.address}:{source.port}"
+
+
+def _receive_into(
+    folder: Path, source: TensorSource, rank: int, like: Path, device: torch.device, presence: "_Presence"
+) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     store, library = None, cast(Any, distributed)
     try:
@@ -86,19 +118,22 @@ def receive(
         store = library.TCPStore(
             source.address, source.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S)
         )
-        _receive(source, rank, store, folder / FILE, device, stop)
+        presence.store = store
+        _receive(source, rank, store, folder / FILE, device, presence)
         store.set(f"received/{rank}", "")
-    except (TensorsLost, TransportUnavailable, TransferRejected, PeerLost, OSError, RuntimeError, ValueError) as error:
+    except (
+        TensorsLost, TransportUnavailable, TransferRejected, PeerLost, OSError, RuntimeError, ValueError, OverflowError
+    ) as error:  # fmt: skip
         shutil.rmtree(folder, ignore_errors=True)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if store is not None:
             with contextlib.suppress(RuntimeError):  # the trainer has ended first
                 store.set(f"received/{rank}", reason[:1000])
-        raise TensorsLost(f"tensors of the trainer at {source.address}:{source.port}: {reason}") from error
+        raise TensorsLost(f"{_named(source)}: {reason}") from error
 
 
 def _receive(
-    source: TensorSource, rank: int, store: Any, file: Path, device: torch.device, stop: threading.Event
+    source: TensorSource, rank: int, store: Any, file: Path, device: torch.device, presence: "_Presence"
 ) -> None:
     _check_backend(source.backend, device)
     header = bytes(store.get("header"))
@@ -107,7 +142,6 @@ def _receive(
         raise TensorsLost(f"{file.parent} has room for {room / 1e9:.1f} GB, and they are {size / 1e9:.1f} GB")
     store.set("world", str(len(source.ranks) + 1))
     store.set(f"joined/{rank}", "")
-    presence = _Presence(store, stop)
     presence.wait(lambda: store.check(["go"]), JOIN_S, "not all have joined", JOIN_POLL_S)
     with file.open("wb") as opened:
         opened.write(header)
@@ -122,6 +156,7 @@ def _receive(
             for part in parts:
                 put(at, part)
                 at += len(part)
+                presence.moved_at = time.monotonic()
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
@@ -152,10 +187,12 @@ def _size(header: bytes) -> int:
 
 
 class _Presence:
-    """Waits, while the trainer is there."""
+    """Waits, while the trainer is there. ``moved_at``: when a wait or a part was last seen to move, monotonic."""
 
-    def __init__(self, store: Any, stop: threading.Event) -> None:
-        self._store, self._stop = store, stop
+    def __init__(self, stop: threading.Event) -> None:
+        self.store: Any = None
+        self.moved_at = time.monotonic()
+        self._stop = stop
         self._until = time.monotonic() + WHOLE_S
         self._look_at = 0.0
 
@@ -168,13 +205,13 @@ class _Presence:
         while not done():
             if self._stop.is_set():
                 raise TensorsLost("this worker stops")
-            now = time.monotonic()
+            self.moved_at = now = time.monotonic()
             if now > until:
                 raise TensorsLost(f"{late} within {seconds:g} s")
             if now > self._look_at:
                 self._look_at = now + LOOK_S
                 try:
-                    self._store.check(["header"])
+                    self.store.check(["header"])
                 except RuntimeError as error:
                     raise TensorsLost("the trainer has ended") from error
             time.sleep(poll_s)
@@ -225,7 +262,7 @@ def _read(store: Any, size: int, presence: _Presence, device: torch.device) -> G
     from penstock.workers.kv_transfer.nixl import NixlAgent, load, use_device
 
     placed = msgspec.json.decode(bytes(store.get("nixl")), type=_Placed)
-    if sum(each[1] for each in placed.ranges) != size:
+    if sum(each[1] for each in placed.ranges) != size or any(each[1] < 1 for each in placed.ranges):
         raise TensorsLost("the places of its tensors are not as long as they are")
     on = device if placed.kind == "cuda" and device.type == "cuda" else torch.device("cpu")
     if on.type == "cuda":

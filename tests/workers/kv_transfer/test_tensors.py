@@ -1,6 +1,8 @@
 """A trainer's tensors that do not all arrive. Those that do are in ``tests/pipeline/test_weights.py``."""
 
+import json
 import shutil
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from penstock.workers.kv_transfer import tensors
 from penstock.workers.kv_transfer.tensors import TensorsLost, receive
 
 pytestmark = pytest.mark.timeout(60)
+PLACED = {"agent": "a", "metadata": "", "kind": "cpu"}
 HEADER, SIZE = _header({"a": torch.ones(3, 2)}, {"a": torch.float32})
 
 
@@ -74,6 +77,41 @@ def test_waiting_for_others_is_bounded(store: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tensors, "JOIN_S", 0.3)
     with pytest.raises(TensorsLost, match=r"not all have joined within 0\.3 s"):
         received(store, tmp_path / "next")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_address_that_accepts_and_is_silent_holds_the_worker_no_longer(
+    stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "STUCK_S", 60.0 if stops else 0.3)
+    stop = threading.Event()
+    timer = threading.Timer(0.2, stop.set if stops else lambda: None)
+    timer.start()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = TensorSource(1, "gloo", "127.0.0.1", silent.getsockname()[1], {"w": 1})
+        with pytest.raises(TensorsLost, match="this worker stops" if stops else r"nothing has moved for 0\.3 s"):
+            receive(source, 1, tmp_path / "next", TINY, torch.device("cpu"), stop)
+        silent.accept()[0].close()
+    timer.join()
+    assert not (tmp_path / "next").exists()
+
+
+@pytest.mark.parametrize("ranges", [[[1 << 40, 1 << 60, 0], [0, 24 - (1 << 60), 0]], [[-1, 24, 0]]])
+def test_places_of_tensors_that_are_none_are_refused(
+    store: Any, ranges: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Agent:
+        def __init__(self, *_: Any) -> None: ...
+
+        add = close = post = lambda self, *_: None
+
+    monkeypatch.setattr("penstock.workers.kv_transfer.nixl.load", lambda: None)
+    monkeypatch.setattr("penstock.workers.kv_transfer.nixl.NixlAgent", Agent)
+    for key, value in (("header", HEADER), ("go", b""), ("nixl", json.dumps(PLACED | {"ranges": ranges}))):
+        store.set(key, value)
+    source = TensorSource(1, "nixl", "127.0.0.1", store.port, {"w": 1})
+    with pytest.raises(TensorsLost, match=r"places of its tensors|out of bounds"):
+        receive(source, 1, tmp_path / "next", TINY, torch.device("cpu"), threading.Event())
 
 
 @given(st.lists(st.tuples(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]), st.integers(0, 5)), max_size=5))
