@@ -38,6 +38,11 @@ HEAD = _CALLS.head
 CONTROL = "\x10"  # part of every mark
 assert all(CONTROL in mark for mark in (THINK, THOUGHT, CALL, CALLED, HEAD))
 
+MOST_COUNT = 1 << 31  # tokens that a server may say it counted
+# An answer ends here when it has so many times the tokens that were asked for, and these: a server that keeps the limit
+# has a tokenizer of its own, whose tokens may be longer.
+TIMES, BESIDE = 16, 4096
+
 LOST = (
     "the server was lost when {} tokens had been sent. It continues no such answer, so this one cannot go on; send the "
     "request again"
@@ -223,10 +228,27 @@ def _plain(text: Any) -> str:
     return text.replace(CONTROL, "") if isinstance(text, str) else ""
 
 
+def _counts_in(usage: Mapping[str, Any], *, thought: bool) -> Usage | None:
+    """A server's counts; None: they are none, such as the -1 of one that did not count."""
+    prompt, completion = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    if not (0 <= prompt < MOST_COUNT and 0 <= completion < MOST_COUNT):
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    return Usage(
+        prompt,
+        completion,
+        min(max(0, int(cached)), prompt),
+        -int(thought) if reasoning is None else min(max(0, int(reasoning)), completion),
+        foreign=True,
+    )
+
+
 class ChatReader:
     """As ``CompletionReader``, of chunks of a chat. The server's counts come behind the end, which waits for them.
 
     Attributes:
+        waits: the answer has ended, and the counts have not come.
         usage: as the server counted this answer; None: it has not, or the answer began before.
     """
 
@@ -239,6 +261,7 @@ class ChatReader:
         self.aborted = ""
         self.usage: Usage | None = None
         self._prompt = request.prompt[-TAIL:]
+        self._most = TIMES * request.stop.max_tokens + BESIDE
         self._counts = not said
         self._counted = "stream_options" not in abilities.refuses  # at the end
         self._eos = info.eos_token_ids
@@ -253,12 +276,8 @@ class ChatReader:
                 than others do.
         """
         if self._counts and (usage := chunk.get("usage")):
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-            self.usage = Usage(
-                int(usage["prompt_tokens"]), int(usage["completion_tokens"]), int(cached),
-                int(thought) if thought is not None else -int(self._text.thought), foreign=True,
-            )  # fmt: skip
+            self.usage = _counts_in(usage, thought=self._text.thought)
+            self._counted &= self.usage is not None
         new = list[Token]()
         if (choices := chunk.get("choices") or ()) and not self._reason:
             new = self._written(self._text.take(choices[0].get("delta") or {}))
@@ -269,7 +288,14 @@ class ChatReader:
                 if reason not in _ENDS:
                     raise BadAnswer(f"the server ended the answer with {str(reason)[:80]!r}")
                 self._reason = _ENDS[reason]
+            elif len(self.said) > self._most:  # the server does not keep the limit
+                self._reason = "length"
+                return new + self.end()
         return new + self.end() if self._reason and (self.usage is not None or not self._counted) else new
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._reason) and not self.finished
 
     def end(self) -> list[Token]:
         """Nothing follows: what ends the sequence then; empty: it has not ended, or did so before."""

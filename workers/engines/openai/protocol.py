@@ -165,9 +165,11 @@ class CompletionReader:
         finished: the sequence has ended.
         aborted: what the server called it when it gave up, behind what it has sent; "": it has not.
         usage: as the server counted; None: tokens are counted here.
+        waits: the answer has ended, and what follows its end has not come.
     """
 
     usage: Usage | None = None
+    waits = False
 
     def __init__(self, request: SequenceRequest, said: Seq[int], abilities: ServerAbilities, info: EngineInfo,
                  tokenizer: Tokenizer) -> None:  # fmt: skip

@@ -66,11 +66,13 @@ KEY_VARIABLE = "PENSTOCK_URL_KEY"
 CONNECT_S = 10.0
 SILENT_S = 600.0  # between two pieces of an answer, and before the first: the server has a queue of its own
 ANSWERS_S = 5.0  # within which a server that is there lists its models
+COUNTS_S = 5.0  # for a server's counts to come behind an answer's end
 PROBE_S = 30.0  # within which one that works answers a question of one token
 TRIES = 3  # of a connection that breaks without a token in between
 MOST_DIGITS = 10  # of a Retry-After in seconds
 OF_REQUESTS = (400, 413, 422)  # statuses by which a server refuses what it was sent, and not who asks it or where
 MOST_EVENT_BYTES = 1 << 20  # one event has a few tokens
+MOST_ANSWER_BYTES = 16 << 20  # of what is no stream of events: the list of models, and answers of few tokens
 TURN_S = 0.05  # between two looks whether the server may be asked, of those that it refused
 BUSY = "the server behind this worker is busy, and asks to wait for {:.1f} s"
 FAILS = "the server fails on this request, and is there; the worker's log has its words"
@@ -155,11 +157,29 @@ class CompletionServer:
             ServerLost: it does not answer.
         """
         try:
-            answer = await self.http.get(f"{self.url}/models", timeout=ANSWERS_S)
+            answer, content = await self._whole("GET", "models", ANSWERS_S)
             answer.raise_for_status()
-            return {str(each["id"]): int(each.get("max_model_len") or 0) for each in answer.json()["data"]}
+            return {str(each["id"]): int(each.get("max_model_len") or 0) for each in _decode(content)["data"]}
         except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ServerLost(f"{self.url}/models: {error!r}") from error
+
+    async def _whole(self, method: str, path: str, within_s: float, body: bytes = b"") -> tuple[httpx.Response, bytes]:
+        """
+        Raises:
+            ServerLost: it has not sent all of its answer in time, or too much.
+        """
+        content, ask = bytearray(), self.http.stream(method, f"{self.url}/{path}", content=body or None)
+        try:
+            async with asyncio.timeout(within_s), ask as answer:
+                async for piece in answer.aiter_bytes():
+                    content += piece
+                    if len(content) > MOST_ANSWER_BYTES:
+                        raise ServerLost(f"{self.url}/{path} answers with more than {MOST_ANSWER_BYTES >> 20} MiB")
+                return answer, bytes(content)
+        except TimeoutError as error:
+            raise ServerLost(f"{self.url}/{path} has not answered within {within_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise ServerLost(f"{self.url}/{path}: {error!r}") from error
 
     async def complete(self, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
         """A whole answer; of one that is streamed, nothing.
@@ -167,15 +187,12 @@ class CompletionServer:
         Raises:
             CompletionRefused, ServerBusy, ServerLost: there is none.
         """
-        try:
-            answer = await self.http.post(f"{self.url}/{path}", content=_json(body))
-        except httpx.HTTPError as error:
-            raise ServerLost(repr(error)) from error
-        _raise(answer, answer.content)
+        answer, content = await self._whole("POST", path, SILENT_S, _json(body))
+        _raise(answer, content)
         if body.get("stream"):
             return {}
         try:
-            return msgspec.json.decode(answer.content, type=dict[str, Any])
+            return msgspec.json.decode(content, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise ServerLost(f"{self.url}/{path} answers with no completion: {error}") from error
 
@@ -452,17 +469,21 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                             break
                     _raise(answer, words)
                 self._report(sequence, reader, [])
-                async for data in events(answer.aiter_bytes()):
-                    waited = not self._on_chunk(sequence, reader, data)
-                    if began and not waited:
-                        now, length = time.monotonic(), sequence.prompt_len + len(reader.said)
-                        self._window.first_token(now - began, length, self._running, now)
-                        self._show_window()
-                        began = 0.0
-                    if reader.finished:
-                        return
-                    if reader.aborted:
-                        raise AnswerAborted(f"it ended the answer with {reader.aborted!r}")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None) as bound:
+                        async for data in events(answer.aiter_bytes()):
+                            waited = not self._on_chunk(sequence, reader, data)
+                            if began and not waited:
+                                now, length = time.monotonic(), sequence.prompt_len + len(reader.said)
+                                self._window.first_token(now - began, length, self._running, now)
+                                self._show_window()
+                                began = 0.0
+                            if reader.finished:
+                                return
+                            if reader.aborted:
+                                raise AnswerAborted(f"it ended the answer with {reader.aborted!r}")
+                            if reader.waits and bound.when() is None:
+                                bound.reschedule(asyncio.get_running_loop().time() + COUNTS_S)
                 if new := reader.end():
                     self._report(sequence, reader, new)
                     return

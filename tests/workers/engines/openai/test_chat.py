@@ -238,3 +238,23 @@ def test_what_can_run_is_not_refused() -> None:
     check_chat(asked(CHAT | {"response_format": {"type": "json_schema"}}), INFO, FLAGS, tokenizer())
     check_chat(asked(CHAT | {"response_format": {"type": "json_object"}}), INFO, NEITHER, tokenizer())
     check_chat(asked(said="one"), INFO, FLAGS, tokenizer())
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(-1, 4), (3, -1), (3, 1 << 40), (10**30, 4)])
+def test_counts_that_are_none_are_not_used_nor_waited_for(prompt: int, completion: int) -> None:
+    reader, tokens = read(chunk("stop", content=" wait"), counts(prompt, completion))
+    assert (reader.usage, reader.finished, tokens[-1].finish) == (None, True, "stop")
+
+
+def test_parts_of_a_server_s_counts_are_no_more_than_the_whole() -> None:
+    said = counts(3, 4, 9)
+    said["usage"]["completion_tokens_details"] = {"reasoning_tokens": 7}
+    assert read(chunk("stop", content=" wait"), said)[0].usage == Usage(3, 4, 3, 4, foreign=True)
+
+
+def test_an_answer_ends_where_the_server_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.workers.engines.openai.chat.BESIDE", 10)
+    reader, tokens = read(*[chunk(reasoning_content=" wait")] * 1000)
+    assert (reader.finished, tokens[-1].finish) == (True, "length")
+    assert len(tokens) < 200, "of 8 tokens that were asked for"
+    assert shown(tokens)["reasoning"].startswith("wait wait")

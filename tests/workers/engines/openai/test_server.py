@@ -681,3 +681,46 @@ def test_a_request_on_which_an_idle_server_fails_does_not_end_the_worker(
     (failure,) = driver.run(ask_chat(1)).failures
     assert (failure.code, len(far.asked)) == (Code.engine_error, 3)
     assert len(driver.answer(ask_chat(2))) == 1
+
+
+def test_counts_that_do_not_come_hold_an_answer_for_a_moment_only(
+    far: Played, drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.workers.engines.openai.server.COUNTS_S", 0.1)
+    over, waited = threading.Event(), list[bool]()
+
+    def stays(handler: Handler, body: dict[str, Any]) -> None:
+        handler.stream(delta(content=" wait"), delta("stop"))
+        waited.append(over.wait(20.0))
+
+    far.probe, far.answers = chats(), [stays]
+    driver = drive()
+    try:
+        assert text_of(driver.answer(ask_chat(1))[:-1]) == " wait"
+        assert (driver.seen.counted, waited) == ([], [])
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("drip", [True, False])
+def test_a_list_of_models_without_end_is_no_answer(
+    drip: bool, far: Played, drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.workers.engines.openai.server.ANSWERS_S", 0.5 if drip else 30.0)
+    monkeypatch.setattr("penstock.workers.engines.openai.server.MOST_ANSWER_BYTES", 1 << 20)
+    over = threading.Event()
+
+    def endless(handler: Handler) -> None:
+        handler.close_connection = True
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            while not over.wait(0.05 if drip else 0.0):
+                handler.wfile.write(b" " if drip else b" " * 65536)
+
+    monkeypatch.setattr(Handler, "do_GET", endless)
+    try:
+        with pytest.raises(EngineError, match=r"has not answered within 0\.5 s" if drip else "more than 1 MiB"):
+            drive()
+    finally:
+        over.set()
