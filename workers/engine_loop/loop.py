@@ -112,6 +112,7 @@ PACE_WINDOW_S = 30.0
 # about to end, so that sequences which come meanwhile are in it: this long before, and twice what planning took last.
 PLAN_EARLY_S = 0.0007
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
+MOST_STEP_S = 0.25  # beyond, the process or the device was held up
 
 
 def flush_pause(items: int) -> float:
@@ -414,7 +415,7 @@ class EngineLoop:
         """Set when the next step is planned.
 
         Args:
-            launch_s: of the step in flight; 0: there is none.
+            launch_s: of the step in flight; 0: there is none, or it was launched too late.
             prompts: the step that has returned computed some. One that is like it would take longer.
         """
         self._waits_from = self._plan_at = 0.0
@@ -422,7 +423,7 @@ class EngineLoop:
         if prompts or not launch_s or not before:
             return
         step_s, self._step_s = self._step_s, now - before
-        wait_s = min(step_s, self._step_s) - 2 * launch_s - PLAN_EARLY_S  # one may have been late
+        wait_s = min(step_s, self._step_s, MOST_STEP_S) - 2 * launch_s - PLAN_EARLY_S  # one may have been late
         if wait_s > LEAST_WAIT_S:
             self._waits_from, self._plan_at = now, now + wait_s
 

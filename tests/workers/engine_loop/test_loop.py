@@ -315,14 +315,14 @@ class RunsAhead(Counted):
     def __init__(self, engine: Engine, step_s: float, launch_s: float) -> None:
         super().__init__(engine)
         self.now = 0.0
-        self._step_s, self._launch_s = step_s, launch_s
+        self.step_s, self._launch_s = step_s, launch_s
         self._returned = 0.0
 
     def step(self) -> StepResult:
         result = super().step()
-        self.now = max(self.now + self._launch_s, self._returned + self._step_s)
-        self._returned = self.now
-        result.launch_s = self._launch_s
+        launched, ended = self.now + self._launch_s, self._returned + self.step_s
+        self.now = self._returned = max(launched, ended)
+        result.launch_s = self._launch_s if launched < ended else 0.0
         return result
 
 
@@ -357,6 +357,30 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
     loop.advance(made)
     assert made.steps == steps  # the command was run, and the step is not planned for that
     assert waits()
+
+
+def test_an_engine_that_was_held_up_is_not_waited_for_as_long_again() -> None:
+    made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), 0.006, 0.0005)
+    loop = EngineLoop(clock=lambda: made.now)
+    flushes: list[Flush] = []
+    loop.begin_session(flushes.append)
+    loop.submit([sequence(new_choice("long"), [1, 2], 200)], refuse)
+
+    def run(steps: int) -> float:
+        until, began = made.steps + steps, made.now
+        while made.steps < until:
+            pause = loop.advance(made)
+            if flushes:
+                flushes.pop()
+                loop.flush_consumed()
+            made.now += pause or 0.0
+        return made.now - began
+
+    run(5)
+    made.step_s = 9.0
+    run(3)
+    made.step_s = 0.006
+    assert run(20) < 1.0
 
 
 def test_an_engine_whose_step_is_short_is_asked_for_the_next_one_at_once() -> None:

@@ -54,6 +54,7 @@ from penstock.workers.engines.logits.registry import Registry
 
 LEAST_PROMPT_TOKENS = 256  # of a step, whose time is mostly theirs
 PROMPT_SHARE = 0.1  # of a step in the mean time
+ENDED_S = 0.0001  # a step whose result comes sooner had ended before the next one was launched
 SPILL_S = 8.0  # of an engine's end
 SPILL_PAUSE_S = 0.001
 
@@ -444,14 +445,16 @@ class ScheduledEngine:
         if plan:
             self.inflight = InflightStep(plan, scoring, failures, self.ahead.launch(plan, scoring))
             failures = []
-        launch_s = time.perf_counter() - began
+        launched = time.perf_counter()
         if done is None:
             result = self.scheduler.commit([], [], [])
         else:
-            result = self.scheduler.commit(done.plan, done.launched.result(), done.scoring)
+            sampled = done.launched.result()
+            in_time = time.perf_counter() - launched > ENDED_S
+            result = self.scheduler.commit(done.plan, sampled, done.scoring)
             failures = done.failures + failures
-        if plan and done is not None:
-            result.launch_s = launch_s
+            if plan and in_time:
+                result.launch_s = launched - began
         return self._result(result, failures)
 
     def compute_with(self, executor: Executor | OverlapExecutor) -> None:

@@ -117,6 +117,27 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known() -> N
     assert not engine.has_work()
 
 
+def test_a_step_that_had_ended_before_the_next_was_launched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = ahead()
+    engine.submit(request("a", [0, 1, 0], 6, root=ROOT))
+    now, takes = [0.0], [0.005]
+    monkeypatch.setattr("penstock.workers.engines.core.engine.time.perf_counter", lambda: now[0])
+
+    def result(step: Step) -> list[Sampled]:
+        now[0] += takes[0]
+        return step._sampled
+
+    def launch(plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> Step:
+        now[0] += 0.002
+        return Late.launch(cast("Late", engine.ahead), plan, scoring)
+
+    monkeypatch.setattr(Step, "result", result)
+    monkeypatch.setattr(engine.ahead, "launch", launch)
+    assert [engine.step().launch_s for _ in range(3)] == pytest.approx([0.0, 0.002, 0.002])
+    takes[0] = 0.0
+    assert engine.step().launch_s == 0.0
+
+
 def test_an_answer_whose_end_is_known_by_its_length_is_not_computed_further() -> None:
     engine, executor, scheduler = ahead()
     engine.submit(request("a", [0, 1, 0], 2, root=ROOT))
