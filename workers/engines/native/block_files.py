@@ -179,6 +179,8 @@ class FolderFiles:
                 log.warning("kv_file_failed", error=repr(error))
             if task.kind == "read" and ok:
                 self._measure(task.at)
+            with contextlib.suppress(OSError):  # not only at the end: a worker may be killed
+                os.utime(self._folder / "lock")
             self._done.append(FileResult(task.name, task.kind == "read", ok))
 
     def _write(self, task: _Task) -> bool:
@@ -206,7 +208,8 @@ class FolderFiles:
         descriptor = os.open(self._path(task.name, task.parent), os.O_RDONLY)
         try:
             whole = os.readv(descriptor, [header, view]) == self.file_bytes
-            os.utime(descriptor)
+            with contextlib.suppress(OSError):  # it may be mounted read-only by now
+                os.utime(descriptor)
         finally:
             os.close(descriptor)
         return whole and bytes(header) == self._header(task, view)
@@ -279,9 +282,12 @@ def _names_of(file: str) -> tuple[bytes, bytes | None] | None:
 def _remove_unused(top: Path) -> None:
     """Remove folders of other layouts, or of more workers, that nobody has used for ``UNUSED_S``."""
     for lock in top.glob("*/*/lock"):
-        if time.time() - lock.stat().st_mtime < UNUSED_S:
+        try:
+            if time.time() - lock.stat().st_mtime < UNUSED_S:
+                continue
+            descriptor = os.open(lock, os.O_RDWR)
+        except FileNotFoundError:  # another worker that starts was faster
             continue
-        descriptor = os.open(lock, os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)

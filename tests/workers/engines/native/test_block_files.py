@@ -114,6 +114,32 @@ def test_what_no_worker_has_used_for_long_is_removed(written: tuple[Path, Slots]
     assert paths(folder) == []
 
 
+def test_the_folder_of_a_worker_that_was_killed_is_as_old_as_its_last_block(written: tuple[Path, Slots]) -> None:
+    folder, slots = written
+    worker = files(folder, slots)
+    (lock,) = folder.glob("*/*/lock")
+    old = time.time() - UNUSED_S - 60
+    os.utime(lock, (old, old))
+    worker.read(NAMES[0], None, 5)
+    assert results(worker, 1) == [FileResult(NAMES[0], True, True)]
+    assert lock.stat().st_mtime > old + 60
+    worker.close()
+
+
+def test_a_folder_that_became_read_only_is_read(written: tuple[Path, Slots], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, slots = written
+    worker = files(folder, slots)
+
+    def fails(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_files.os, "utime", fails)
+        worker.read(NAMES[0], None, 5)
+        assert results(worker, 1) == [FileResult(NAMES[0], True, True)]
+    worker.close()
+
+
 def test_a_disk_that_is_full_is_left_alone_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
