@@ -178,7 +178,9 @@ class DiskCache:
         self.most_blocks = most_blocks
         self.names: OrderedDict[bytes, bytes | None] = OrderedDict(present or {})  # with their parents
         self.writing: dict[bytes, int] = {}  # with their slots
+        self.parents: dict[bytes, bytes | None] = {}  # of ``writing``, which their files have in their names
         self.reading: dict[bytes, int] = {}
+        self.late: set[bytes] = set()  # of ``reading``: until they have ended, nothing else is read
         self.void: set[bytes] = set()  # of ``writing``: what was forgotten meanwhile
         self.read_blocks = self.written_blocks = self.lost_blocks = 0  # since start
         self.changes = _Changes(DISK, wanted=kv_events)
@@ -296,7 +298,9 @@ class HostCache:
                     del self.unwritten[name]
                     assert self.disk is not None
                     self.disk.lost_blocks += 1
-                return self.names.pop(name)
+                slot = self.names.pop(name)
+                self._saves.pop(slot, None)  # else it would overwrite what comes into the slot meanwhile
+                return slot
         return None
 
     def forget(self, *, files: bool) -> None:
@@ -307,7 +311,7 @@ class HostCache:
         """
         self._changes.removed(list(self.names))
         writing = self.disk.writing if self.disk is not None else {}
-        self.free += [slot for name, slot in self.names.items() if name not in writing]
+        self.free += [slot for name, slot in self.names.items() if slot != writing.get(name)]
         for unused in (self.names, self.parents, self.memory_only, self.unwritten, self._pinned, self._loading):
             unused.clear()
         self._saves, self._loads = {}, []
@@ -362,7 +366,7 @@ class HostCache:
         The others that are here stay as long as what is fetched.
         """
         disk = self.disk
-        if disk is None or start >= limit:
+        if disk is None or start >= limit or disk.late:
             return None
         if self.compute_s and disk.files.read_s > self.compute_s:
             disk.files.read_s *= FORGIVEN
@@ -408,18 +412,20 @@ class HostCache:
                 continue
             for fetch in self._fetches:
                 fetch.waiting.discard(name)
-            if not late:
+            if late:
+                disk.late.add(name)
+            else:
                 self._read(disk, name, ok=ok)
         while self.unwritten and len(disk.writing) < MOST_WRITES:
             name = next(iter(self.unwritten))
             slot = self.names[name]
             if slot in self._saves or name in disk.writing or not disk.files.write(name, self.parents[name], slot):
                 return
-            disk.writing[name] = slot
+            disk.writing[name], disk.parents[name] = slot, self.parents[name]
             del self.unwritten[name]
 
     def _written(self, disk: DiskCache, name: bytes, *, ok: bool) -> None:
-        slot, parent = disk.writing.pop(name), self.parents.get(name)
+        slot, parent = disk.writing.pop(name), disk.parents.pop(name)
         void = name in disk.void
         disk.void.discard(name)
         if self.names.get(name) != slot:  # forgotten meanwhile
@@ -432,6 +438,7 @@ class HostCache:
 
     def _read(self, disk: DiskCache, name: bytes, *, ok: bool) -> None:
         slot = disk.reading.pop(name)
+        disk.late.discard(name)
         if ok and name in disk.names and name not in self.names:
             disk.read_blocks += 1
             disk.names.move_to_end(name)

@@ -191,6 +191,55 @@ def test_slots_of_blocks_that_are_being_loaded_are_not_reassigned() -> None:
     assert cache.take_events() == []
 
 
+def on_disk(files: Files, *names: bytes) -> DiskCache:
+    return DiskCache(files, 99, dict.fromkeys(names), kv_events=False)
+
+
+def test_a_slot_that_a_file_is_read_into_is_not_saved_to() -> None:
+    cache = HostCache(2, disk=on_disk(Files(((0, True),)), b"c"))
+    cache.save(b"a", None, 1)
+    assert cache.take_copies() == BlockCopies([(1, 0)], [])
+    cache.poll()  # begins to write it, so its slot stays
+    cache.save(b"b", None, 2)
+    assert cache.fetch([b"c"], 0, 1) is not None
+    assert cache.take_copies() is None
+
+
+def test_what_is_forgotten_while_it_is_written_leaves_no_slot_and_no_file_behind() -> None:
+    removed: list[tuple[bytes, bytes | None]] = []
+
+    class Slow(Files):
+        def remove(self, name: bytes, parent: bytes | None) -> None:
+            removed.append((name, parent))
+
+    cache = HostCache(2, disk=on_disk(files := Slow(((0, True),))))
+    for block in (1, 2):  # the second time, it is still being written
+        cache.save(b"b", b"a", block)
+        cache.take_copies()
+        cache.poll()
+        cache.forget(files=False)
+    files.plan = ((9, True),)
+    files.slots = {(slot, offset): () for slot in range(2) for offset in range(SIZE)}
+    cache.poll()
+    assert sorted(cache.free) == [0, 1]
+    assert removed == [(b"b", b"a")]
+
+
+def test_nothing_waits_for_files_while_a_read_is_late() -> None:
+    files = Files(((0, False),))
+    cache = HostCache(4, disk=on_disk(files, b"a", b"b"))
+    first = cache.fetch([b"a"], 0, 1)
+    assert first is not None
+    cache.poll()
+    assert not first.waiting
+    cache.release(first)
+    assert cache.fetch([b"a"], 0, 1) is None
+    assert cache.fetch([b"b"], 0, 1) is None
+    files.plan = ((1, False),)
+    cache.poll()
+    assert cache.fetch([b"b"], 0, 1) is not None
+
+
 def test_names_of_a_tier_are_reported_in_chains() -> None:
     cache = HostCache(9)
     for at in (4, 3, 2):  # as they leave the device
