@@ -85,6 +85,19 @@ class Downloader:
             raise MediaRejected(f"could not be fetched from {source.host}: {type(error).__name__} {error}") from None
         raise MediaRejected(f"redirects more than {MAX_REDIRECTS} times")
 
+    async def check(self, source: RemoteSource) -> None:
+        """Whether another server may be asked to fetch it: by the addresses that its name has now.
+
+        Raises:
+            MediaRejected: it may not, or its name has none.
+        """
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                for address in await resolve(source.host, source.port):
+                    check_address(address, self._limits)
+        except OSError as error:  # or late
+            raise MediaRejected(f"names a host whose address is not found: {source.host[:80]}") from error
+
     async def _ask(self, source: RemoteSource) -> bytes | RemoteSource:
         """The body, or the target of a redirect."""
         if source.scheme == "https" and self._tls is None:

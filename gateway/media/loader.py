@@ -30,6 +30,7 @@ from penstock.gateway.media.sources import (
     MediaLimits,
     MediaPart,
     MediaRejected,
+    RemoteSource,
     decode_inline,
     parse_source,
     path_below,
@@ -72,9 +73,22 @@ class Fetcher:
             case LocalSource(path):
                 return await asyncio.to_thread(read_below, self._root, path, self._limits.max_bytes)
             case remote:
-                if self._downloader is None:
-                    self._downloader = await asyncio.to_thread(_downloader, self._limits)
-                return await self._downloader.download(remote)
+                return await (await self._remote()).download(remote)
+
+    async def check(self, url: str) -> None:
+        """Whether a client may have another server fetch it.
+
+        Raises:
+            MediaRejected: it may not.
+        """
+        source = parse_source(url, self._limits)
+        if isinstance(source, RemoteSource) and not self._limits.private:
+            await (await self._remote()).check(source)
+
+    async def _remote(self) -> "Downloader":
+        if self._downloader is None:
+            self._downloader = await asyncio.to_thread(_downloader, self._limits)
+        return self._downloader
 
 
 def _downloader(limits: MediaLimits) -> "Downloader":

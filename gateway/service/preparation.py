@@ -21,6 +21,7 @@ import structlog
 
 from penstock.configs.settings import GatewaySettings, fallbacks_of
 from penstock.gateway.access.authentication import ANYONE, Caller, Sight
+from penstock.gateway.apis.chat.carried_chat import fetched_by_server
 from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
     PreparedRequest,
@@ -50,7 +51,8 @@ from penstock.gateway.base.request_bodies import (
     invalid,
     rename,
 )
-from penstock.gateway.media.loader import MediaLoader
+from penstock.gateway.media.loader import Fetcher, MediaLoader
+from penstock.gateway.media.sources import MediaLimits, MediaRejected
 from penstock.gateway.service.constraint_check import ConstraintCheck
 from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, named_in
@@ -268,6 +270,11 @@ class RequestPreparer:
             if context.loosened:
                 raise invalid("tools", "the tools' schemas cannot be compiled; make them simpler")
             context = context._replace(loosened=loosened)
+        for part in fetched_by_server(prepared.request.chat) if context.carries_chat else ():
+            try:
+                await Fetcher(MediaLimits.of(self._settings)).check(part.url)
+            except MediaRejected as error:
+                raise error.to_error(rename(part.field, _NAMES.get(endpoint, {}))) from None
         if other is not None or not self._fallbacks or endpoint == COMPACTION:
             return prepared
         return await self._with_fallbacks(prepared, endpoint, body, context, asked, caller)

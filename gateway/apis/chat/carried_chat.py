@@ -14,6 +14,7 @@ from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage
 from penstock.gateway.apis.chat.constraint import asked_of_content
 from penstock.gateway.apis.chat.prompt import MEDIA_FIELDS, media_parts
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, unsupported
+from penstock.gateway.media.sources import MediaPart
 from penstock.infra.constraints.constraint_grammar import JSON_SCHEMA
 
 MAX_INLINE_BYTES = 1 << 20  # of data: URLs: the log and the work streams hold them
@@ -86,6 +87,18 @@ def shown_as_text(body: ChatCompletionRequest, context: PrepareContext) -> ChatC
             for each in body.messages
         ],
     )
+
+
+class _Carried(msgspec.Struct):
+    messages: list[ChatMessage]
+
+
+def fetched_by_server(chat: bytes) -> list[MediaPart]:
+    """The media of a carried chat that its server reads from elsewhere."""
+    if b'_url"' not in chat:
+        return []
+    media = media_parts(msgspec.json.decode(chat, type=_Carried).messages)
+    return [part for part in media if part.url[:5].lower() != "data:"]
 
 
 def _url_of(part: ContentPart) -> tuple[str, MediaUrl] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import Caller, Sight
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service import preparation
@@ -273,3 +274,40 @@ async def test_a_model_that_is_not_known_is_answered_by_its_fallback_from_the_st
         await with_fallback(fleet, ("small=tiny",), HELLO | {"model": "small"}, Caller("a", "a", models=["small"]))
     with pytest.raises(ServingError, match="no small"):
         await with_fallback(fleet, ("small=tiny",), HELLO | {"model": "small"}, Caller("a", "a", models=["tiny"]))
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "private, local or reserved"),
+        ("https://inside.example/a.png", "private, local or reserved"),
+        ("http://0x7f.1/a.png", "private, local or reserved"),
+        ("http://public.example:4222/", "only 80 and 443"),
+        ("https://nowhere.example/a.png", "address is not found"),
+        ("https://public.example/a.png", ""),
+    ],
+)
+async def test_no_server_of_chats_is_sent_where_a_client_may_not_have_the_gateway_look(
+    url: str, words: str, private: bool, context: PrepareContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        if host == "nowhere.example":
+            raise OSError("unknown")
+        found = {"inside.example": ["8.8.8.8", "10.0.0.7"], "public.example": ["8.8.8.8"], "0x7f.1": ["127.0.0.1"]}
+        return found.get(host, [host])
+
+    monkeypatch.setattr("penstock.gateway.media.download.resolve", resolve)
+    settings = GatewaySettings(allow_private_media_addresses=private)
+    made = RequestPreparer(Fleet(context._replace(carries_chat=True)), None, None, "gw1", settings)  # type: ignore[arg-type]
+    content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
+    body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+    try:
+        if words and not private:
+            with pytest.raises(ServingError, match=words) as found:
+                await made.prepare("chat", body)
+            assert found.value.param == "messages[0].content[1].image_url"
+        else:
+            assert url.encode() in (await made.prepare("chat", body)).request.chat
+    finally:
+        await made.close()
