@@ -229,8 +229,10 @@ def _plain(text: Any) -> str:
 
 
 def _counts_in(usage: Mapping[str, Any], *, thought: bool) -> Usage | None:
-    """A server's counts; None: they are none, such as the -1 of one that did not count."""
-    prompt, completion = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    """A server's counts; None: they are none, such as the -1 or null of one that did not count."""
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if not (isinstance(prompt, int) and isinstance(completion, int)):
+        return None
     if not (0 <= prompt < MOST_COUNT and 0 <= completion < MOST_COUNT):
         return None
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -240,8 +240,8 @@ def test_what_can_run_is_not_refused() -> None:
     check_chat(asked(said="one"), INFO, FLAGS, tokenizer())
 
 
-@pytest.mark.parametrize(("prompt", "completion"), [(-1, 4), (3, -1), (3, 1 << 40), (10**30, 4)])
-def test_counts_that_are_none_are_not_used_nor_waited_for(prompt: int, completion: int) -> None:
+@pytest.mark.parametrize(("prompt", "completion"), [(-1, 4), (3, -1), (3, 1 << 40), (10**30, 4), (None, 4)])
+def test_counts_that_are_none_are_not_used_nor_waited_for(prompt: Any, completion: Any) -> None:
     reader, tokens = read(chunk("stop", content=" wait"), counts(prompt, completion))
     assert (reader.usage, reader.finished, tokens[-1].finish) == (None, True, "stop")
 
