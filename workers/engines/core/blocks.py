@@ -282,8 +282,10 @@ class HostCache:
 
     def _may_write(self, names: Seq[bytes]) -> None:
         self.memory_only.difference_update(names)
-        if self.disk is not None:
-            self.unwritten.update(dict.fromkeys(name for name in names if name not in self.disk.names))
+        disk = self.disk
+        if disk is not None:
+            lacking = (each for each in names if each not in disk.names and disk.writing.get(each) != self.names[each])
+            self.unwritten.update(dict.fromkeys(lacking))
 
     def _take_slot(self) -> int | None:
         if self.free:

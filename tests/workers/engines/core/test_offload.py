@@ -225,6 +225,17 @@ def test_what_is_forgotten_while_it_is_written_leaves_no_slot_and_no_file_behind
     assert removed == [(b"b", b"a")]
 
 
+def test_what_leaves_the_device_again_while_it_is_written_is_written_once() -> None:
+    files = Files(((0, True),))
+    cache = HostCache(2, disk=on_disk(files))
+    for _ in range(2):
+        cache.save(b"a", None, 1)
+        cache.take_copies()
+        cache.poll()
+    assert not cache.unwritten
+    assert len(files.tasks) == 1
+
+
 def test_nothing_waits_for_files_while_a_read_is_late() -> None:
     files = Files(((0, False),))
     cache = HostCache(4, disk=on_disk(files, b"a", b"b"))
