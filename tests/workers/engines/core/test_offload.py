@@ -133,6 +133,9 @@ class Rig:
         if self.disk is not None:
             assert self.on_disk == set(self.disk.names)
             assert len(self.disk.names) <= self.disk.most_blocks
+            assert isinstance(self.disk.files, Files)
+            for name in self.disk.names:
+                assert names(list(self.disk.files.content[name][SIZE - 1]))[-1] == name, "what is announced is there"
             used |= set(self.disk.writing.values()) | set(self.disk.reading.values())
         assert len(used) + len(self.host.free) == self.host.slots
         tables = [sequence.blocks for sequence in self.scheduler.running]

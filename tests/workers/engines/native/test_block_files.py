@@ -114,6 +114,22 @@ def test_what_no_worker_has_used_for_long_is_removed(written: tuple[Path, Slots]
     assert paths(folder) == []
 
 
+def test_a_folder_that_another_worker_removes_meanwhile_stops_no_start(
+    written: tuple[Path, Slots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, slots = written
+    (lock,) = folder.glob("*/*/lock")
+    old = time.time() - UNUSED_S - 60
+    os.utime(lock, (old, old))
+
+    def removed() -> float:
+        lock.unlink(missing_ok=True)
+        return old + UNUSED_S + 60
+
+    monkeypatch.setattr(block_files.time, "time", removed)
+    files(folder, slots, "another").close()
+
+
 def test_the_folder_of_a_worker_that_was_killed_is_as_old_as_its_last_block(written: tuple[Path, Slots]) -> None:
     folder, slots = written
     worker = files(folder, slots)
