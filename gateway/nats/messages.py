@@ -30,7 +30,7 @@ from penstock.schemas.subjects import (
     HEADER_RETRY_AFTER,
     HEADER_SEQ,
 )
-from penstock.schemas.tokens import COUNTS, Finish, TokenItem
+from penstock.schemas.tokens import COUNTS, WHOLE_REQUEST, Finish, TokenItem
 
 
 class ChoiceInterleaver:
@@ -50,7 +50,7 @@ class ChoiceInterleaver:
         """Items in each choice's own order; returns those whose turn has come, of one token or one end each."""
         out: list[TokenItem] = []
         for item in items:
-            if item.choice >= 0:
+            if item.choice >= WHOLE_REQUEST:
                 self._waiting[item.choice].extend(self._turns(item))
             elif item.choice == COUNTS:
                 out.append(item)

@@ -517,7 +517,9 @@ async def test_what_a_key_used_is_what_its_clients_were_told(
     (row,) = [row for row in rows if row["key"] == name]
     assert [row[field] for field in ("requests", "prompt", "cached", "completion")] == told
     assert await asyncio.to_thread(main, ["usage", "--by", "", "--every", "day", "--csv", *folder]) == 0
-    assert capsys.readouterr().out.startswith("time,requests,prompt,cached,completion,images\n")
+    assert capsys.readouterr().out.startswith(
+        "time,requests,prompt,cached,completion,reasoning,images,reasoning_unknown\n"
+    )
     assert await asyncio.to_thread(main, ["usage", "--by", "model", *folder]) == 0
     assert MODEL_NAME in capsys.readouterr().out
 

@@ -22,7 +22,7 @@ from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import Delta
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
+from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, Logprob, TokenItem
 from penstock.schemas.wire import unpack_tokens
 
 _json = msgspec.json.Encoder().encode
@@ -64,7 +64,7 @@ class AnswerAggregator:
         for item in items:
             if state.done:
                 break
-            if item.choice < 0:
+            if item.choice < WHOLE_REQUEST:
                 if self._prompt is not None and item.choice == PROMPT:
                     self._prompt.take(item)
                 state.count(item)

@@ -16,7 +16,7 @@ from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import Delta
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.tokens import Finish, TokenItem
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 from penstock.schemas.wire import unpack_tokens
 
 Kind = Literal["reasoning", "text", "call"]
@@ -126,7 +126,7 @@ class SegmentedAnswer:
         for item in items:
             if self.done:
                 break
-            if item.choice >= 0:
+            if item.choice >= WHOLE_REQUEST:
                 self._item(out, item)
             else:
                 self._state.count(item)

@@ -31,7 +31,7 @@ from penstock.infra.text.parsers.registry import answer_marks, parser_for, text_
 from penstock.schemas.done import Usage, counts_in, total
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, Parsing
-from penstock.schemas.tokens import COUNTS, FAILURES, PROMPT, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import COUNTS, FAILURES, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 from penstock.schemas.wire import TOKEN_BYTES, unpack_tokens
 
 Scored = tuple[int, Logprob]  # a token and its log-probability
@@ -319,7 +319,7 @@ class StreamRenderer:
         for item in items:
             if state.done:
                 break
-            if item.choice < 0:
+            if item.choice < WHOLE_REQUEST:
                 if self._echo is not None and item.choice == PROMPT:
                     self._echo.take(item)
                 state.count(item)

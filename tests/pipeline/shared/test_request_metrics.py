@@ -154,7 +154,7 @@ async def test_answers_over_nats_count_their_tokens(fast: Deployment) -> None:
     [
         (lambda scope: GatewayMetrics(scope).of("m").scope, ()),
         (lambda scope: RouterMetrics(scope), ("decision_seconds",)),
-        (lambda scope: WorkerMetrics(scope), ("read_seconds",)),
+        (lambda scope: WorkerMetrics(scope), ("read_seconds", "moves_seconds")),
     ],
 )
 def test_histograms_of_times_reach_the_longest_deadline(
