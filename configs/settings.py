@@ -495,7 +495,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     kv_disk: Annotated[
         str, about('native: folder for KV blocks that leave host memory, found again after a restart; "": none')
     ] = ""
-    kv_disk_bytes: Annotated[Positive, about("native: of files in --kv-disk, for each worker, at most")] = 1 << 36
+    kv_disk_bytes: Annotated[Positive, about("native: bytes of files in --kv-disk, for each worker, at most")] = 1 << 36
     quantization: Annotated[
         Quantization, about("native: weights of linear layers; fp8 takes half the memory of bfloat16")
     ] = "none"
