@@ -9,7 +9,7 @@ from penstock.gateway.nats.messages import ChoiceInterleaver, StreamMessages
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.done import items as items_of
 from penstock.schemas.requests import GenerateRequest, Sampling, Stop
-from penstock.schemas.tokens import Finish, Logprob, TokenItem
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens
 from tests.pipeline.support import MODEL, Oracle
 
@@ -98,3 +98,8 @@ def test_an_answer_has_the_same_messages_live_and_from_its_record(
     assert again.push(items_of(record)) == messages
     assert messages[-1].final
     assert [message.number for message in messages] == list(range(len(messages)))
+
+
+def test_an_error_of_the_whole_request_is_passed_on() -> None:
+    failed = TokenItem("r", 1, WHOLE_REQUEST, 0, b"", Finish("error", code="worker_lost"))
+    assert ChoiceInterleaver(1, lambda finish: False).push([failed]) == [failed]

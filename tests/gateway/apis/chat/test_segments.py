@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
 from penstock.schemas.requests import GenerateRequest, Sampling
-from penstock.schemas.tokens import Finish, TokenItem
+from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, LENGTH, STOP, TEXTS, items, request
 from tests.properties import examples
 
@@ -86,3 +86,10 @@ def test_scores_go_with_the_text_that_their_tokens_became() -> None:
     answer, changes = read(asked, given)
     assert len(answer.segments[0].scored) == len(given)
     assert [part for change in changes for part in change.scored] == answer.segments[0].scored
+
+
+def test_an_error_of_the_whole_request_ends_the_answer() -> None:
+    failed = TokenItem("r", 1, WHOLE_REQUEST, 0, b"", Finish("error", code="worker_lost", message="gone"))
+    answer, _ = read(request("response"), [*items("The broker", STOP)[:1], failed])
+    assert answer.error is not None
+    assert answer.error.code == "worker_lost"
