@@ -1,7 +1,7 @@
-"""What API keys and tenants have used of their budgets of this month, from the ledgers of all cells.
+"""Monthly budgets of API keys and tenants: what they have spent, from the ledgers of all cells.
 
-A ledger counts what has ended, once a second. So a budget that is used up refuses new requests within two seconds, and
-what runs by then may exceed it.
+Ledgers count ended requests once a second. So new requests are refused within two seconds after a budget was spent, and
+requests that run by then may exceed it.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ from penstock.schemas.usage import UsagePart, month_of
 log = structlog.get_logger("gateway")
 
 FOLLOW_AGAIN_S = 5.0
-READ_S = 30.0  # a gateway whose ledgers cannot be read by then serves without knowing the budgets
+READ_S = 30.0  # a gateway that cannot read the ledgers by then serves without budgets
 
 _Spent = Counter[tuple[int, str, str]]  # tokens by the beginning of the month (Unix time), kind and name
 
 
 class SpentInCell:
-    """The ledger of a cell, by month."""
+    """The tokens in the ledger of a cell, by month."""
 
     def __init__(self, since_s: int) -> None:
-        self.since_s = since_s  # earlier months are left out
+        self.since_s = since_s  # earlier months are ignored
         self.spent = _Spent()
-        self._open: dict[int, _Spent] = {}  # of parts that grow, by number
-        self._closed = 0  # the last one that grows no more
+        self._open: dict[int, _Spent] = {}  # of open parts, by number
+        self._closed = 0  # number of the last closed part
 
     def push(self, part: UsagePart) -> None:
-        """A part, in the order in which they are stored; one that is known replaces what it was."""
+        """Add a part, in stored order; it replaces an earlier revision of itself."""
         if part.number <= self._closed:
             return
         now = _Spent()
@@ -77,7 +77,7 @@ class Budgets:
         now_ns: Unix time.
 
     Attributes:
-        reached: kind and name of those who have used up their budgets.
+        reached: kind and name of the keys and tenants whose budgets are spent.
     """
 
     def __init__(self, keys: Mapping[str, ApiKey], tenants: Mapping[str, Limits], now_ns: Callable[[], int]) -> None:
@@ -89,11 +89,11 @@ class Budgets:
         self._followed: list[Bus] = []
         self._unread: dict[
             Bus, float
-        ] = {}  # cells whose ledger is not read yet, and since when it is tried (monotonic)
+        ] = {}  # cells whose ledger is not read yet, and the time of the first try (monotonic)
         self.reached: frozenset[tuple[str, str]] = frozenset()
 
     def look(self) -> None:
-        """Compare what was spent with the budgets; a few times a second."""
+        """Compare the spent tokens with the budgets; called a few times a second."""
         limits = {("key", key.prefix): key.tokens_per_month for key in self._keys.values() if key.tokens_per_month}
         limits |= {("tenant", name): each.tokens_per_month for name, each in self._tenants.items()}
         month, _ = month_of(self._now_ns())
@@ -105,14 +105,14 @@ class Budgets:
                 cell.forget_before(month)
 
     def spent(self, kind: str, name: str) -> int:
-        """Tokens of this month, prompts and answers. ``kind``: "key" or "tenant"."""
+        """Tokens of prompts and answers in this month. ``kind``: "key" or "tenant"."""
         return self._spent(month_of(self._now_ns())[0], kind, name)
 
     def _spent(self, month: int, kind: str, name: str) -> int:
         return sum(cell.spent[month, kind, name] for cell in self._cells)
 
     def unread(self, now: float) -> bool:
-        """Whether what was spent is not known yet and somebody has a budget; False after ``READ_S`` in any case.
+        """Whether there are budgets but the spent tokens are not known yet; False after ``READ_S`` in any case.
 
         Args:
             now: monotonic.
@@ -150,8 +150,8 @@ class Budgets:
     # --- the ledgers ---
 
     async def follow(self, bus: Bus) -> None:
-        """Read a cell's ledger and follow it, as soon as that can be done. A second call does nothing: a cell that
-        could not be opened is opened again, and must not count twice."""
+        """Read a cell's ledger and follow it, as soon as it can be read. Later calls for the cell do nothing, since a
+        cell may be opened several times and must be counted once."""
         if any(each is bus for each in self._followed):
             return
         self._followed.append(bus)

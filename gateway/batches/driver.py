@@ -1,11 +1,12 @@
-"""Runs batches: any gateway takes one that nobody drives, and feeds its lines to the pipeline as room appears.
+"""Runs batches: each is driven by one gateway, which submits its lines to the pipeline as room appears.
 
-The driver of a batch renews its entry once a second. When that has stood still for ``LEASE_S``, another gateway takes
-it over: it reads the batch's log, follows the requests that are there, and goes on behind them.
+The driver of a batch renews its entry once a second. If an entry was not renewed for ``LEASE_S``, another gateway takes
+the batch over: it reads the batch's log, follows the requests in it, and continues with the lines after them.
 
-A line's request has its id in the batch's log before it is accepted. For a minute it may be accepted under this id,
-which the log of requests stores once. Later it is only looked for; and when it is found nowhere, and nobody can be
-about to store it any more, the line gets another id. So no line runs twice, whenever a driver dies.
+A line's request id is in the batch's log before the request is submitted. For ``FRESH_S`` it may be submitted, or
+submitted again, under this id, which REQUESTS stores only once. After that it is only looked up. If it is not found
+after ``GONE_S``, when no submission can still be under way, the line gets a new id. So no line runs twice, even if
+drivers die.
 """
 
 import asyncio
@@ -54,27 +55,27 @@ from penstock.schemas.requests import Priority, cell_in, new_request_id, time_of
 
 log = structlog.get_logger("gateway")
 
-LOOK_S = 0.5  # between two looks for batches without a driver
+LOOK_S = 0.5  # between two checks for batches without a driver
 RENEW_S = 1.0
 LEASE_S = 5.0  # without a renewal, a batch is taken over
 START_AGAIN_S = 2.0
-MAX_RUNS = 6  # batches that one gateway drives, whose inputs are in memory; others wait
+MAX_RUNS = 6  # batches that one gateway drives, since their inputs are in memory
 MAX_RUNS_OF_TENANT = 2
-MAX_WAITING = 32  # lines of a batch that no worker has started: more wait in the input, where they are never overdue
-MAX_OPEN = 512  # lines of a batch that run or wait
+MAX_WAITING = 32  # submitted lines of a batch that no worker has started; unsubmitted ones have no deadline yet
+MAX_OPEN = 512  # submitted lines of a batch that have not ended
 POLL_S = 0.1
-FLUSH_S = 0.1  # results are gathered for so long
+FLUSH_S = 0.1  # between two writes of results
 FLUSH_BYTES = 1 << 20
 MAX_RESULT_BYTES = 6 << 20  # a message of the log carries 8 MiB
-FRESH_S = 60.0  # a request may be accepted under its id until it is this old
-GONE_S = 90.0  # one that is not in the log by then never will be
+FRESH_S = 60.0  # a request may be submitted under its id until it is this old
+GONE_S = 90.0  # a request that is not in the log by then never will be
 CANCEL_AGAIN_S = 0.5
-CANCEL_S = 10.0  # lines whose requests have not ended by then count as cancelled all the same
+CANCEL_S = 10.0  # lines whose requests have not ended by then count as cancelled, too
 HAND_OVER_S = 0.8
 END_S = 1.0  # for cancelled tasks
-MAX_LATE = 3  # times that a line may wait for the whole of its deadline
+MAX_LATE = 3  # times that a line may reach its deadline before a worker starts it
 
-# The request can be accepted later, or goes on without this gateway.
+# The request can be accepted later, or continues without this gateway.
 _LATER = frozenset(
     {
         Code.queue_full,
@@ -92,8 +93,8 @@ class BatchRun:
     """One batch while this gateway drives it.
 
     Args:
-        stored: the entry that names this gateway as its driver.
-        caller: whose requests they are; raises ``ServingError`` if its key is valid no longer.
+        stored: the batch's entry, which names this gateway as its driver.
+        caller: the caller that the requests belong to; raises ``ServingError`` if its key is no longer valid.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class BatchRun:
         self._open: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, str] = {}  # ids of open lines
         self._inflight: dict[int, InflightRequest] = {}
-        self._late: Counter[int] = Counter()  # how often a line was not begun within its deadline
+        self._late: Counter[int] = Counter()  # how often a line was not started within its deadline
         self._progress = BatchProgress()
         self._results: list[LineResult] = []
         self._flushing = asyncio.Lock()
@@ -121,7 +122,7 @@ class BatchRun:
         self._pause_until = 0.0
 
     def seen(self, stored: BucketEntry) -> None:
-        """Another gateway may have changed the batch's entry."""
+        """Note a change of the batch's entry, which another gateway may have made."""
         value = stored.value
         if isinstance(value, Batch) and value.status is BatchStatus.cancelling and stored.revision > self._revision:
             self._batch = _cancelling(self._batch, value)
@@ -131,7 +132,7 @@ class BatchRun:
         """Return when the batch has ended.
 
         Raises:
-            ServingError: the broker is away for longer.
+            ServingError: the broker cannot be reached.
             LeaseLost: another gateway drives it.
         """
         renewing = asyncio.create_task(self._renew(), name=f"batch-renew-{self._batch.id}")
@@ -146,7 +147,7 @@ class BatchRun:
             await _end(renewing, running, *self._open.values())
 
     async def hand_over(self) -> None:
-        """After ``run`` was cancelled: store the results that are there, and let another gateway take the batch."""
+        """After ``run`` was cancelled: store the results so far, and release the batch to other gateways."""
         with suppress(ServingError, LeaseLost, TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):
                 await self._flush()
@@ -161,12 +162,12 @@ class BatchRun:
             try:
                 await self._change(lambda batch: batch)
                 failing = 0.0
-            except ServingError as error:  # the broker is away; whoever is back first goes on
+            except ServingError as error:  # the broker is away; the first gateway that reaches it continues
                 failing = failing or time.monotonic()
                 log.debug("batch_not_renewed", batch=self._batch.id, error=str(error))
 
     async def _change(self, change: Callable[[Batch], Batch]) -> None:
-        """Store a change, with the counts as they are.
+        """Store a change of the entry, with the current counts.
 
         Raises:
             LeaseLost: another gateway drives the batch, or it is gone.
@@ -247,7 +248,7 @@ class BatchRun:
 
     @property
     def _ending(self) -> BatchStatus | None:
-        """The status that the batch ends with, if that is not by its last result."""
+        """The status with which the batch ends early: cancelled or expired. None: it runs to its last result."""
         if self._batch.status is BatchStatus.cancelling:
             return BatchStatus.cancelled
         return BatchStatus.expired if self._now_ns() >= self._batch.expires_ns else None
@@ -256,7 +257,7 @@ class BatchRun:
         return self._gateway.bus.clock.now_ns()
 
     async def _feed(self) -> None:
-        """Return when every line has a result, or gets none."""
+        """Submit lines; return when each has a result, or the batch ends early."""
         while self._ending is None:
             self._wake.clear()
             room = self._room()
@@ -272,14 +273,14 @@ class BatchRun:
         )
 
     def _room(self) -> int:
-        """How many lines may be taken now."""
+        """The number of lines that may be submitted now."""
         if time.monotonic() < self._pause_until:
             return 0
         waiting = sum(each.fold.attempt < 0 for each in self._inflight.values()) + len(self._open) - len(self._inflight)
         return min(MAX_WAITING - waiting, MAX_OPEN - len(self._open), self._gateway.room(Priority.batch))
 
     async def _cancel_open(self, reason: str) -> None:
-        """Have the open requests end: what they have computed by then is no result."""
+        """Cancel the open requests; their partial answers are not results."""
         until = time.monotonic() + CANCEL_S
         while self._open and time.monotonic() < until:
             for request_id in list(self._requests.values()):
@@ -290,7 +291,7 @@ class BatchRun:
             task.cancel()
 
     async def _take(self, numbers: list[int]) -> None:
-        """Have the requests of these lines accepted."""
+        """Submit the requests of these lines."""
         prepared: list[tuple[int, PreparedRequest]] = []
         left = deque(numbers)
         while left:
@@ -359,7 +360,7 @@ class BatchRun:
             self._ended(refused(number, self._lines[number], "", internal))
 
     async def _follow(self, number: int, request_id: str, prepared: PreparedRequest | None) -> None:
-        """Until a line has a result, or has to be taken again."""
+        """Wait until a line has a result, or has to be submitted again."""
         gateway, line = self._gateway, self._lines[number]
         try:
             while True:
@@ -391,10 +392,10 @@ class BatchRun:
             gateway.charges.abandon(request_id)
 
     async def _accepted(self, number: int, request_id: str, prepared: PreparedRequest | None) -> InflightRequest | None:
-        """The request of a line, accepted by now if it was not; None: take the line again.
+        """The accepted request of a line, submitted now if necessary. None: the line has to be taken again.
 
         Raises:
-            ServingError: why it cannot be accepted.
+            ServingError: it cannot be accepted.
         """
         gateway = self._gateway
         while True:
@@ -412,7 +413,7 @@ class BatchRun:
             if age_s > GONE_S:
                 return None
             if age_s < FRESH_S - 5.0:
-                gateway.charges.abandon(request_id)  # what an earlier try took
+                gateway.charges.abandon(request_id)  # reserved by an earlier try
                 made = await self._prepare(number)
                 gateway.charges.rename(made.request.id, request_id)
                 prepared = made._replace(request=msgspec.structs.replace(made.request, id=request_id))
@@ -439,7 +440,7 @@ class BatchRun:
             metrics.requests.labels("batch", "ok").inc()
             return body
         except ServingError:
-            self._late[number] += MAX_LATE * (inflight.fold.attempt >= 0)  # a worker began: it did not only wait
+            self._late[number] += MAX_LATE * (inflight.fold.attempt >= 0)  # a worker started it
             raise
         finally:
             self._inflight.pop(number, None)
@@ -515,7 +516,7 @@ class BatchRun:
         log.info("batch_ended", batch=self._batch.id, status=status.value, lines=len(self._lines), failed=files.failed)
 
     async def _store_file(self, kind: str, text: bytes) -> str:
-        """Returns its id, which is the same for whoever makes it."""
+        """Store a file and return its id, which follows from the batch: a second driver writes the same file."""
         if not text:
             return ""
         batch, now_ns = self._batch, self._now_ns()
@@ -536,7 +537,7 @@ class BatchRun:
 
 
 def _cancelling(batch: Batch, seen: Batch) -> Batch:
-    """The batch, cancelled when the entry that was seen says."""
+    """The batch, cancelled at the time that the entry ``seen`` has."""
     return entered(batch, BatchStatus.cancelling, seen.times.get(BatchStatus.cancelling, 0))
 
 
@@ -546,14 +547,14 @@ async def _end(*tasks: "asyncio.Task[None]") -> None:
     ended, _ = await asyncio.wait(tasks, timeout=END_S)
     for task in ended:
         if not task.cancelled():
-            task.exception()  # retrieved: the caller knows the first one
+            task.exception()  # retrieved, so that asyncio does not warn; the caller raises the first one
 
 
 class Batches:
-    """The batches of a deployment, as one of its gateways has them. ``open`` it after the gateway, ``close`` it before.
+    """Drives batches in one gateway. ``open`` it after the gateway, ``close`` it before.
 
     Attributes:
-        store: files and batches; ``ready`` once they have been read.
+        store: files and batches of the deployment; ``ready`` once they have been read.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -567,7 +568,7 @@ class Batches:
         self._tasks.spawn(self._keep(), name="batches")
 
     async def close(self) -> None:
-        """Leave the batches that this gateway drives to others."""
+        """Stop, and release the batches that this gateway drives to others."""
         self._closing = True
         runs = list(self._runs.values())
         for _, task in runs:
@@ -597,7 +598,7 @@ class Batches:
         return True
 
     async def _look(self) -> None:
-        """Take a batch that nobody drives."""
+        """Take over batches without a driver."""
         await self.store.discard_expired()
         now, bus = time.monotonic(), self._gateway.bus
         if not bus.connected or self._closing or self._gateway.draining:

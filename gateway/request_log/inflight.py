@@ -1,9 +1,8 @@
 """One open request in a gateway: its token items in order, each once, in a bounded buffer.
 
-An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task. Waiting
-uses a future, and the gateway's periodic sweep ends overdue requests. A full buffer takes no more items while its
-client does not read. They stay in the log, and are read from there when the client continues
-(``penstock.gateway.request_log.catch_up``).
+An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task: waiting
+uses a future, and the gateway's periodic sweep ends overdue requests. While a client does not read, its full buffer
+drops live items; they are read from the log when the client continues (``penstock.gateway.request_log.catch_up``).
 """
 
 import asyncio
@@ -26,7 +25,7 @@ MAX_ITEMS = 2_048  # buffered for a client that does not read, with one choice a
 PORTION_BYTES = 4_096  # of token ids returned at once; rendering 1,024 tokens takes about 2 ms
 ITEM_BYTES = 16  # size of an item without its tokens
 
-# With these errors a gateway ends an answer although its request goes on and can be read elsewhere, or later.
+# With these errors a gateway ends an answer although its request continues and can be read elsewhere, or later.
 GOES_ON = (Code.shutting_down, Code.broker_unavailable)
 
 Behind = Callable[["InflightRequest"], None]
@@ -36,21 +35,21 @@ class InflightRequest:
     """The items of one request.
 
     Attributes:
-        cancelling: why it is cancelled, as for its record; it is kept until its terminal event. "": it is not.
+        cancelling: the reason for its cancellation, as in its record, until its terminal event. "": not cancelled.
         behind: items are read from the log, because live ones were dropped.
-        buffered: items that nobody has taken yet.
-        limit: of their number, above which live items are dropped.
+        buffered: items that were not taken yet.
+        limit: the number of buffered items above which live items are dropped.
         seq: while behind, the sequence of the token stream up to which everything was fed; 0 if nothing was.
         on_behind: asks for the dropped items. Set by the subscription that the request is attached to.
         abort: closes the client's connection. Set by the responder.
         turns: decides when the reader is woken and resumed. None: at once.
         on_poisoned: called with the request if it ends as poisonous.
-        request: as it was accepted; once another model runs it, as that one has it.
-        worker: that streamed last; "": none yet.
-        earlier_workers: that streamed before it.
-        kept: all items so far, if they may have to be stored again. None: they are stored for good.
-        stored_seq: of its message in REQUESTS; 0: unknown, or its content is not there.
-        paid: what the request took of its API key's limits, until it ends. None: nothing.
+        request: as it was accepted, or as the fallback model that runs it has it.
+        worker: the last one that streamed; "": none yet.
+        earlier_workers: those that streamed before it.
+        kept: all items so far, if they may have to be stored again. None: they are on disk.
+        stored_seq: the sequence of its message in REQUESTS; 0: unknown, or its content is not there.
+        paid: the charge to its API key's limits, until it ends. None: nothing.
     """
 
     __slots__ = (
@@ -89,7 +88,7 @@ class InflightRequest:
     def __init__(self, request: GenerateRequest, *, bounded: bool = True, last_attempt: int | None = None) -> None:
         """
         Args:
-            bounded: False keeps all items, even if nobody takes them.
+            bounded: False keeps all items, even if they are not taken.
             last_attempt: as for ``TokenReassembler``.
         """
         self.request = request
@@ -117,7 +116,7 @@ class InflightRequest:
         self._live: asyncio.Future[None] | None = None
         self._error: ServingError | None = None
         self._attempt = 0
-        self._streamed = 0  # attempt of ``worker``
+        self._streamed = 0  # the attempt that ``worker`` streamed
         self._mark: int | None = None  # the mark of ``fold`` at the last call of ``quiet_s``
         self._moved = 0.0  # monotonic time of the last change of the mark
         self._ended: set[int] = set()  # choices that ended while this was behind
@@ -137,7 +136,7 @@ class InflightRequest:
         return self._paused
 
     def quiet_s(self, now: float) -> float:
-        """Seconds without a new item from the log, as observed by calls of this. 0 while none is expected."""
+        """Seconds without a new item from the log, as observed by calls of this method. 0 while none is expected."""
         mark = self.fold.mark
         if mark != self._mark or self._paused or self.ended:
             self._mark, self._moved = mark, now
@@ -145,7 +144,7 @@ class InflightRequest:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the reader got an error although the request goes on."""
+        """Whether the reader got an error although the request continues."""
         return self._error is not None and self._error.code in GOES_ON
 
     @property
@@ -156,7 +155,7 @@ class InflightRequest:
     # --- filled from the log ---
 
     def note_worker(self, worker: str, attempt: int) -> None:
-        """Note who streamed tokens of an attempt; those of an attempt that is over are void."""
+        """Note the worker that streamed tokens of an attempt, unless the attempt is over."""
         if attempt < self.fold.attempt:
             return
         if self.worker:
@@ -209,7 +208,7 @@ class InflightRequest:
             self._held = None
 
     def _fall_back(self, item: TokenItem) -> None:
-        """Another model runs the request from now on. Nothing of its answer came before."""
+        """Another model runs the request from now on. No token of the answer came before."""
         if self.kept is not None:
             self.kept.append(item)
         try:
@@ -273,7 +272,7 @@ class InflightRequest:
         """Add the missing items from the request's record (``penstock.schemas.done.items``).
 
         Args:
-            fallback: which of its fallbacks they are of, as in ``GenerateRequest``; 0: none.
+            fallback: the fallback that they are of, as in ``GenerateRequest``; 0: none.
         """
         parts = [part for item in items for part in _parts(item)]
         for part in parts:
@@ -325,7 +324,7 @@ class InflightRequest:
             await asyncio.sleep(0)
         while not self.buffered:
             if self._error is not None:
-                # Many requests may share the error, and each would add its frames to the traceback for good.
+                # Many requests may share the error; each would add its frames to the traceback.
                 raise self._error.with_traceback(None)
             if nudged and self._nudged:
                 self._nudged = False

@@ -1,16 +1,16 @@
-"""Requests that run in another cell than their own, which a gateway carries there and back.
+"""Carries requests to another cell, and their answers back.
 
 A router that has no worker for a request, or holds it while another cell has room, stores a job under the name of that
-cell (``penstock.router.recovery.migration``). The gateways take such jobs from one consumer. Whoever has one
+cell (``penstock.router.recovery.migration``). All gateways take such jobs from one consumer. The gateway that gets one
 
-1. submits the request to the other cell, under an id that follows from the job, behind what was streamed so far,
-2. stores the tokens that come of it in the token stream of its own cell, as items of the job's attempt,
-3. stores its end there, as the one terminal event, or returns the attempt if the other cell could not run it,
+1. submits the request to the other cell, under an id that follows from the job, after the tokens streamed so far,
+2. stores the resulting tokens in the token stream of the request's own cell, as items of the job's attempt,
+3. stores the end there, as the one terminal event, or returns the attempt if the other cell could not run it,
 4. acknowledges the job.
 
-All of it can be repeated. If a gateway dies, another one gets the job after ``MIGRATION_ACK_WAIT_S``, finds the request
-under the same id, and reads its answer from the beginning: readers drop what they have. A second terminal event is not
-stored. So a request runs once, and whoever reads it reads its own cell only.
+All steps can be repeated. If a gateway dies, another one gets the job after ``MIGRATION_ACK_WAIT_S``, finds the request
+under the same id, and reads its answer from the beginning: readers drop duplicates, and a second terminal event is not
+stored. So a request runs once, and its readers need only its own cell.
 """
 
 import asyncio
@@ -48,24 +48,24 @@ log = structlog.get_logger("gateway")
 
 MOST = 512  # requests that a gateway carries at a time; others stay in WORK
 CLAIM_S = MIGRATION_ACK_WAIT_S / 3
-LATER = NAK + b' {"delay": 1000000000}'  # of a job whose cells do not answer, or are not known here; in ns
-ACCEPT_S = 10.0  # for the other cell to take a request, before it is returned
+LATER = NAK + b' {"delay": 1000000000}'  # in ns; for a job whose cells do not answer or are unknown here
+ACCEPT_S = 10.0  # for the other cell to accept a request, before it is returned
 RETRY_S = 0.5
 END_S = 30.0  # for the record of a request whose tokens have ended
 LOOK_S = 0.1
 STORE_S = 600.0  # to store an end: as long as a broker may be away
-MEDIUM_BYTES = 1 << 30  # those of requests are within limits already
-QUEUE = "gateways"  # one of them answers a router
+MEDIUM_BYTES = 1 << 30  # media of accepted requests are within stricter limits
+QUEUE = "gateways"  # queue group: one gateway answers a router
 
-# Ends in the other cell that say nothing about the request. ``worker_lost`` does: it has used up its attempts there.
+# Ends in the other cell that do not end the request. ``worker_lost`` ends it: its attempts there are used up.
 UNRUN = (Code.model_unavailable, Code.shutting_down)
 
 
 def guest_id(job: Job, request_id: str, cell: int) -> str:
-    """The id under which an attempt of a request runs in another cell. Pure: whoever carries it finds the same one.
+    """The id under which an attempt of a request runs in another cell. Pure, so that every gateway finds the same id.
 
     Args:
-        cell: as ids have it.
+        cell: number of the other cell, as in ids.
     """
     name = f"{request_id}:{job.attempt}".encode()
     return new_request_id(job.decision.at_ns, blake3(name).digest(10), cell=cell)
@@ -79,7 +79,7 @@ def guest_of(job: Job, request: GenerateRequest, guest: str, gateway: str) -> Ge
         gateway=gateway,
         media=tuple(msgspec.structs.replace(each, private=guest if each.private else "") for each in request.media),
         revision=job.decision.revision or request.revision,
-        watched=request.watched or bool(job.suspect),  # a worker has crashed of it already
+        watched=request.watched or bool(job.suspect),  # it has already crashed a worker
         repeats_poison=request.repeats_poison or job.suspect == ALONE,
         origin=request.id,
         resumes=bool(streamed_before(job, guest)),
@@ -88,7 +88,7 @@ def guest_of(job: Job, request: GenerateRequest, guest: str, gateway: str) -> Ge
 
 
 def streamed_before(job: Job, guest: str) -> list[TokenItem]:
-    """What earlier attempts have streamed, as items of attempt 0 of the request in another cell. Pure."""
+    """The tokens of earlier attempts, as items of attempt 0 of the request in another cell. Pure."""
     items: list[TokenItem] = []
     if job.scores:
         items.append(TokenItem(guest, 0, PROMPT, 1, b"", None, job.scores))
@@ -101,9 +101,9 @@ def streamed_before(job: Job, guest: str) -> list[TokenItem]:
 
 
 def moved_back(items: Sequence[TokenItem], request_id: str, attempt: int) -> tuple[TokenItem, ...]:
-    """Items of the other cell as those of an attempt of this one. Pure.
+    """Items of the other cell as items of an attempt in this cell. Pure.
 
-    An end after which the attempt is returned is left out: the request goes on behind it.
+    The end of an attempt that will be returned is left out: the request continues after it.
     """
     moved = []
     for item in items:
@@ -114,7 +114,7 @@ def moved_back(items: Sequence[TokenItem], request_id: str, attempt: int) -> tup
 
 
 def event_of(job: Job, request: GenerateRequest, record: done.Done) -> done.Done:
-    """The terminal event of a request, from the record of what ran in another cell. Pure."""
+    """The terminal event of a request, from its record in another cell. Pure."""
     times = record.timings
     there = (each._replace(attempt=job.attempt) for each in times.earlier_workers)
     return msgspec.structs.replace(
@@ -135,20 +135,20 @@ def event_of(job: Job, request: GenerateRequest, record: done.Done) -> done.Done
 
 
 def redelivered(reply: str) -> bool:
-    """Whether a message, which this acknowledges, was delivered before. Pure."""
+    """Whether the message with this reply subject was delivered before. Pure."""
     parts = reply.split(".")  # $JS.ACK.[domain.account.]stream.consumer.deliveries.…
     return len(parts) >= 9 and parts[4 if len(parts) == 9 else 6] != "1"
 
 
 class _Carried:
-    """A request on its way.
+    """A request that this gateway carries.
 
     Attributes:
-        reply: acknowledges its job; of the last delivery.
-        guest: its id in the other cell, once it may be there.
-        cancelled: why; "": it is not.
-        claimed: when the broker last heard that it is carried here (``time.monotonic``).
-        overtaken: it was not heard for so long that another gateway may carry it now.
+        reply: reply subject of the job's last delivery, for acknowledgements.
+        guest: its id in the other cell, once it may have been submitted there.
+        cancelled: the reason; "": not cancelled.
+        claimed: time of the last claim that the broker confirmed (``time.monotonic``).
+        overtaken: claims failed for so long that another gateway may carry it now.
     """
 
     def __init__(self, reply: str, attempt: int, host: Cell) -> None:
@@ -165,7 +165,7 @@ class _Carried:
         self.claimed = time.monotonic()
 
     def is_ours(self) -> bool:
-        """Whether no other gateway can have been given it."""
+        """Whether the broker cannot have delivered the job to another gateway."""
         if time.monotonic() - self.claimed > MIGRATION_ACK_WAIT_S:
             self.overtaken = True
         return not self.overtaken
@@ -176,8 +176,8 @@ class Carrier:
 
     Args:
         gateway: id of this gateway.
-        first: number of the first cell, as ids have it.
-        own: of which cell a gateway carries requests away.
+        first: number of the first cell, as in ids.
+        own: the cell whose requests it carries away.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Carrier:
         self._opened = True
 
     async def close(self) -> None:
-        """Other gateways go on with what this one carried."""
+        """Stop; other gateways continue with the requests that this one carried."""
         if not self._opened:
             return
         await self._puller.close()
@@ -242,7 +242,7 @@ class Carrier:
     # --- carrying ---
 
     async def _take(self, message: Message) -> None:
-        """A job that another cell is to run."""
+        """Carry a job to another cell."""
         try:
             job = jobs.decode(message.data)
             if not isinstance(job, Job):
@@ -253,7 +253,7 @@ class Carrier:
             log.error("migration_unreadable", subject=message.subject, error=str(error))
             await self._own.bus.nc.publish(message.reply, TERM)
             return
-        if number >= len(self._cells):  # the deployment has got cells, and gateways that know them
+        if number >= len(self._cells):  # cells were added, and other gateways know them
             late = request.deadline_ns < self._own.bus.clock.now_ns()
             await self._own.bus.nc.publish(message.reply, TERM if late else LATER)
             return
@@ -279,7 +279,7 @@ class Carrier:
         except (ServingError, NatsError, OSError, TimeoutError) as error:
             log.warning("migration_postponed", request=request.id, error=str(error) or repr(error))
             if self._own.bus.clock.now_ns() > request.deadline_ns + int(END_S * 1e9):
-                with contextlib.suppress(ServingError, NatsError, OSError, TimeoutError):  # it comes again
+                with contextlib.suppress(ServingError, NatsError, OSError, TimeoutError):  # the job is delivered again
                     await self._end_late(carried, job, request)
                     verdict = ACK
         finally:
@@ -301,7 +301,7 @@ class Carrier:
         guest = guest_id(job, request.id, self._first + host.number)
         record = await host.records.find(guest)
         if record is None and redelivered(carried.reply) and await self._was_returned(job, request):
-            return  # by a gateway that ended before it acknowledged the job; a router has placed the next attempt
+            return  # a gateway died before it acknowledged the job; a router has placed the next attempt
         if record is None or request.no_store:
             try:
                 if request.no_store:
@@ -312,7 +312,7 @@ class Carrier:
                     raise
                 log.info("request_not_migrated", request=request.id, cell=host.number, error=error.message)
                 if record is None:
-                    if not carried.is_ours():  # whoever carries it now may have submitted it
+                    if not carried.is_ours():  # another gateway carries it now and may have submitted it
                         raise ServingError(
                             Code.broker_unavailable, f"request {request.id} was claimed too late to be given back"
                         ) from error
@@ -335,7 +335,7 @@ class Carrier:
             return any([entry.headers.get(HEADER_MSG_ID, "").startswith(name) async for entry in entries])
 
     async def _with_content(self, job: Job, request: GenerateRequest, part: str) -> tuple[Job, GenerateRequest]:
-        """What memory storage has of a request with ``no_store``.
+        """The request with its content from memory storage, if it has ``no_store``.
 
         Raises:
             ServingError: content_lost, deadline_exceeded, broker_unavailable.
@@ -352,14 +352,14 @@ class Carrier:
     async def _follow(
         self, carried: _Carried, job: Job, request: GenerateRequest, guest: str, record: done.Done | None
     ) -> done.Done:
-        """Have the other cell run a request, and store its tokens here until it has ended.
+        """Run a request in the other cell, and store its tokens here until it has ended.
 
         Raises:
             ServingError: it was not accepted, or its end cannot be read.
         """
         host = carried.host
         visitor = guest_of(job, request, guest, self._gateway)
-        if record is not None:  # of one with ``no_store``: its tokens may not all have come here
+        if record is not None:  # with ``no_store``: some of its tokens may not have been stored here
             stored, record = await host.look_up(guest)
             inflight = await host.read_again(stored, record.attempt if record is not None else None)
         else:
@@ -396,7 +396,7 @@ class Carrier:
         """Store an input image in the other cell.
 
         Raises:
-            ServingError: it is not there (any more), or cannot be stored.
+            ServingError: the image is missing, or cannot be stored.
         """
         bus, keep_s = self._own.bus, max(1.0, (request.deadline_ns - self._own.bus.clock.now_ns()) / 1e9)
         if medium.private:
@@ -411,7 +411,7 @@ class Carrier:
         """Store the items of the other cell as those of an attempt of this one, until all choices have ended.
 
         Raises:
-            ServingError: no more will come.
+            ServingError: no more items will come.
         """
         left, waits = request.n, list[asyncio.Future[Ack]]()
         if request.fallback:  # known before its first token
@@ -451,10 +451,10 @@ class Carrier:
         )
 
     async def _end_late(self, carried: _Carried, job: Job, request: GenerateRequest) -> None:
-        """Of what its cell should have ended by now, and whose broker is away: its record says so.
+        """Store the end of a request past its deadline whose other cell cannot be reached.
 
         Raises:
-            ServingError: it cannot be stored.
+            ServingError: the end cannot be stored.
         """
         number = carried.host.number
         record = done.Done(
@@ -472,10 +472,10 @@ class Carrier:
         await self._end(job, request, done.without_content(record, request) if request.no_store else record)
 
     async def _give_back(self, carried: _Carried, request: GenerateRequest, why: str, guest: str = "") -> None:
-        """The attempt ended without a result: the router of its own cell places the next one.
+        """Return an attempt that ended without a result: the router of its own cell places the next one.
 
         Args:
-            guest: its id in the other cell, which has it in its log; "": it was not accepted there.
+            guest: its id in the other cell; "": it was not accepted there.
         """
         if request.no_store:
             why = "it did not run in another cell"
@@ -494,8 +494,8 @@ class Carrier:
     # --- upkeep ---
 
     async def _claim_forever(self) -> None:
-        """Keep the broker from delivering to another gateway what this one carries, and repeat cancellations: who runs
-        a request does not hear of them while its broker is away."""
+        """Renew the claims of carried jobs, so that the broker does not deliver them to another gateway, and repeat
+        cancellations, which workers miss while their broker is away."""
         while True:
             await asyncio.sleep(CLAIM_S)
             for carried in self._carried.values():

@@ -1,13 +1,12 @@
 """nats-py's client with fixes, and with faster paths for what is sent and received most.
 
-nats-py runs six regular expressions, a queue and a task for each message that it receives, and a queue and a task for
-each that it sends. That is most of what a message costs. Here, messages are cut out of the bytes from the server
-(``FrameReader``) and built from what is published (``publish_command``) by pure functions. Only this module and
-``puller`` touch nats-py's private parts.
+nats-py runs six regular expressions, a queue and a task for each received message, and a queue and a task for each sent
+one. That is most of a message's cost. Here, pure functions cut messages out of the server's bytes (``FrameReader``) and
+build published ones (``publish_command``). Only this module and ``puller`` use nats-py's private parts.
 
-The link to a broker, over TCP or TLS, is nats-py's transport with what it lacks for TLS. The scheme ``tls`` demands
-TLS. A server that requires TLS gets it with any scheme. Certificates are verified against the system's authorities, or
-those in the file that ``SSL_CERT_FILE`` or ``PENSTOCK_NATS_CA`` names (``connection.authenticate``).
+The link to a broker, over TCP or TLS, is nats-py's transport with fixes for TLS. The scheme ``tls`` demands TLS; a
+server that requires TLS gets it with any scheme. Certificates are verified against the system's authorities, or those
+in the file of ``SSL_CERT_FILE`` or ``PENSTOCK_NATS_CA`` (``connection.authenticate``).
 """
 
 import asyncio
@@ -101,7 +100,7 @@ class FrameReader:
 
 
 def read_headers(raw: bytes) -> dict[str, str] | None:
-    """The headers of a message. None if they need a more careful parser, for example because they have a status.
+    """The headers of a message. None if they need a full parser, for example because they have a status.
 
     Args:
         raw: headers with the version line and the empty line at the end.
@@ -118,18 +117,18 @@ def read_headers(raw: bytes) -> dict[str, str] | None:
 
 
 def has_status(raw: bytes) -> bool:
-    """Whether headers begin with a status, which means that the server's answer has no (further) message."""
+    """Whether headers begin with a status: the server's answer has no (further) message."""
     return raw.startswith(b"NATS/1.0 ")
 
 
 @lru_cache(maxsize=256)
 def _beginning(name: str) -> bytes:
-    """The beginning of a header's line, with the end of the line before it."""
+    """The beginning of a header's line, with the preceding line break."""
     return b"\r\n%b:" % name.encode()
 
 
 class Headers(Mapping[str, str]):
-    """The headers of a message, looked up on demand, because most readers want one or two of ten.
+    """The headers of a message, looked up on demand, because most readers need one or two of ten.
 
     Args:
         raw: as for ``read_headers``.
@@ -177,7 +176,7 @@ def read_republished(raw: bytes) -> tuple[str, int, int] | None:
     if found is not None:
         subject, seq, previous = found.groups()
         return subject.decode(errors="replace"), int(seq), int(previous)
-    headers = Headers(raw)  # they are in another order
+    headers = Headers(raw)  # the usual headers in another order
     try:
         return headers["Nats-Subject"], int(headers["Nats-Sequence"]), int(headers["Nats-Last-Sequence"])
     except (KeyError, ValueError):
@@ -207,8 +206,8 @@ CLOSED_S = 1.0
 class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
     """A transport that reports a closed link as a connection error.
 
-    uvloop raises a RuntimeError when a closed link is used. nats-py takes that for the end of the event loop: it would
-    stop flushing, pinging and reconnecting for good, and raise it to publishers.
+    uvloop raises a RuntimeError when a closed link is used. nats-py would take it for the end of the event loop, stop
+    flushing, pinging and reconnecting for good, and raise it to publishers.
     """
 
     @property
@@ -282,15 +281,15 @@ class LinkTransport(TcpTransport):  # type: ignore[misc]  # untyped
         if not closed.done():
             self._io_writer.transport.abort()
         elif not closed.cancelled():
-            closed.exception()  # retrieved: the link broke, which is why it was closed
+            closed.exception()  # retrieved, so that asyncio does not warn: the link broke, which is why it was closed
 
 
 _BUFFERED_BYTES = 64 << 10  # in the write buffer; above this, nats-py's flusher waits for the server
-# For what nobody waits for, such as acknowledgements. At one connection a request takes 9 % less CPU than if they were
-# sent at once, at 64 the same (``penstock bench http``, 40 and 45 alternating pairs on two busy cores).
+# For messages without a waiting task, such as acknowledgements. At one connection a request takes 9 % less CPU than if
+# they were sent at once, at 64 the same (``penstock bench http``, 40 and 45 alternating pairs on two busy cores).
 _LATER_S = 0.01
-# Of a few milliseconds each. Smaller batches cost every process behind this one wake-ups: 12 % more CPU at 64 and at
-# 600 connections, if each turn is written by itself (``penstock bench http``, 45 and 10 pairs on two cores).
+# Turns of a few milliseconds that share one write. If each turn is written by itself, the receiving processes wake up
+# more often: 12 % more CPU at 64 and at 600 connections (``penstock bench http``, 45 and 10 pairs on two cores).
 MOST_TURNS = 5
 READ_S = 0.002  # handling messages in one turn; 0.001 costs 4 % of all CPU time at 256 connections
 _BURST_BYTES = 64 << 10  # after reading more than this, there is no pause
@@ -305,7 +304,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
     It also repairs four faults of nats-py:
 
-    - The read loop survives the answer to a flush that timed out. nats-py's loop ends, and receives nothing more.
+    - The read loop survives the answer to a flush that timed out. nats-py's loop would end and receive nothing more.
     - The link to a server that accepted it and then sent nothing is closed before the next server is tried.
     - Reconnecting ends with ``close``. A cancellation that arrives as a connect fails gets lost (``asyncio.wait_for``
       before Python 3.12), and the loop would try servers forever while the event loop waits for it.
@@ -313,8 +312,8 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
     Attributes:
         tls_context: called at each connect, so that certificate files may change.
-        read_pause_s: seconds between two reads of the link; 0 is no pause. A process that follows a log without hurry
-            reads many messages at once, with far fewer wake-ups. Every answer is delayed by as much.
+        read_pause_s: seconds between two reads of the link; 0 is no pause. A pause lets a process that only follows a
+            log read many messages at once, with far fewer wake-ups, but delays every answer by as much.
         expects_more: whether more is about to be published. Up to ``MOST_TURNS`` turns then share one write.
     """
 
@@ -329,7 +328,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self.tls_context: Callable[[], ssl.SSLContext] = ssl.create_default_context
         self.read_pause_s = 0.0
         self.expects_more: Callable[[], bool] | None = None
-        self._turns = 0  # that were gathered because more was expected
+        self._turns = 0  # turns without a write, because more was expected
         self._written: list[Callable[[], object]] = []
         self._ended = False
         self._transport: Any = None
@@ -343,7 +342,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         opening = asyncio.ensure_future(self.connect(servers, **options))
         try:
             # ``wait_for`` would wait for the end of the cancelled connect, which can lose its cancellation (see above)
-            # and then tries a server that refuses it forever.
+            # and then tries forever a server that refuses it.
             await asyncio.wait([opening], timeout=timeout_s)
             if not opening.done():
                 raise TimeoutError
@@ -391,10 +390,10 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         if _LATE_LOGIN not in err_msg.lower():
             await super()._process_err(err_msg)
             return
-        # The login was late, over a link that stalled: another link may do. nats-py closes the connection for good.
+        # The login was late because the link stalled; a new link may work. nats-py would close the connection for good.
         error = Error(f"nats: {err_msg.strip()}")
         if not self.is_connected:
-            raise error  # this attempt to connect has failed; the next one follows
+            raise error  # only this attempt to connect has failed
         await self._process_op_err(error)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -450,7 +449,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         """Publish without waiting. False if only ``publish`` can: the link is down, or the message is unusual.
 
         Args:
-            later: no task waits for the message, so it is sent with the next one, or after 10 ms.
+            later: no task waits for the message: it is sent with the next one, or after 10 ms.
         """
         if self._status != Client.CONNECTED or len(payload) > self._max_payload:
             return False
@@ -505,7 +504,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
             self._write()
 
     def when_written(self, then: Callable[[], object]) -> None:
-        """Call ``then`` once everything published so far was written, which may be now."""
+        """Call ``then`` once everything published so far was written, possibly at once."""
         if self._write_scheduled:
             self._written.append(then)
         else:
@@ -541,16 +540,16 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 class _Parser(Parser):  # type: ignore[misc]  # untyped
     """Hands messages to the client. nats-py parses all other lines (PING, INFO, ...).
 
-    Messages with a direct handler are handled as they arrive: to wake the task that reads, for it to read them from the
-    stream's buffer, takes a tenth of a process that has little to do. That task goes on with whatever has to be awaited
-    and with all that came behind it, so the order is that of the link.
+    Messages with a direct handler are handled as they arrive, because waking the reading task takes a tenth of the CPU
+    time of a process with little load. As soon as something must be awaited, that task handles it and everything after
+    it, so the order is that of the link.
     """
 
     def __init__(self, client: BusClient) -> None:
         self._frames = FrameReader()
         self._burst = 0  # bytes since the last pause
         self._reader: Any = None  # of the link
-        self._late: list[Frame | bytes | Exception] = []  # arrived, and not handled yet; errors of handlers
+        self._late: list[Frame | bytes | Exception] = []  # arrived but not handled; also errors of handlers
         self._malformed: ProtocolError | None = None
         super().__init__(client)
 
@@ -564,7 +563,7 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
         self._reader, feed = reader, reader.feed_data
 
         def take(data: bytes) -> None:
-            waiter = reader._waiter  # of the task that reads, while it has nothing to do
+            waiter = reader._waiter  # of the reading task, while it is idle
             idle = waiter is not None and not waiter.done() and not reader._buffer
             if not idle or reader is not self._reader or self.nc.read_pause_s:
                 feed(data)
@@ -574,7 +573,7 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
         reader.feed_data = take
 
     def _take(self, data: bytes) -> bool:
-        """Handle what has arrived; True: the task that reads has to go on."""
+        """Handle the arrived messages. True: the reading task has to continue."""
         handlers, late = self.nc._handlers, self._late
         messages = size = 0
         until = time.monotonic() + READ_S
@@ -638,7 +637,7 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
             await self._pause(reader)
 
     def _read(self, frames: FrameReader, data: bytes) -> Iterator[Frame | bytes]:
-        """Behind what was late."""
+        """Add data after the late messages."""
         if self._malformed is not None:
             raise self._malformed
         yield from frames.read(data)

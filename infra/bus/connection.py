@@ -1,7 +1,7 @@
 """The connection to the broker: reconnects without limit and runs hooks after each reconnect.
 
 nats-py closes a connection for good on some server errors (such as a password that was changed by a reload), whatever
-the reconnect settings. The process would never receive a message again, so it exits, and its supervisor starts another.
+the reconnect settings. The process would never receive a message again, so it exits and its supervisor restarts it.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ CONNECT_S = 10.0
 CLOSE_S = 3.0
 MAX_CONTROL_LINE = 4096  # nats-server's default
 DROPPED_S = 0.25
-# In a cluster, leave a server that hangs after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed leader
-# that wakes up must find no client.
+# In a cluster, a client leaves a hanging server after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed
+# leader that resumes must have no clients.
 _QUICK: dict[str, Any] = {"ping_interval": 1, "connect_timeout": 1}
 PEOPLE = ("viewer", "reader", "planner", "keys")  # roles of commands, which may be given another one's credentials
-SAME_ERROR_S = 5.0  # errors of one kind are logged so far apart
+SAME_ERROR_S = 5.0  # least time between two logged errors of one kind
 ERROR_KINDS = 64
 # OpenSSL's X509_V_ERR_…: the certificate is for another host or address; it is not valid yet, or has expired
 _OTHER_NAME, _OUT_OF_DATE = (62, 64), (9, 10)
@@ -64,8 +64,8 @@ class Bus:
         clock: the broker's time, once a process follows it.
         closing: ``close`` was called.
         last_error: the last one that nats-py reported.
-        user: as whom it logs in; "": by a file or a certificate.
-        on_refused: each is called with what the broker says when it refuses a subject to this user.
+        user: the user that it logs in as; "": given by a file or a certificate.
+        on_refused: each is called with the broker's message when it refuses a subject to this user.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Bus:
         await self.close()
 
     async def follow_clock(self) -> None:
-        """Take the broker's time from now on where this machine's differs; without an answer, when there is one."""
+        """Use the broker's time from now on if this machine's differs; if the broker does not answer yet, later."""
         await self.clock.follow(self.nc, self.tasks, f"KV_{self.subjects.bucket('workers')}")
 
     @property
@@ -107,17 +107,17 @@ class Bus:
 
     @property
     def reconnects(self) -> int:
-        """How often the link was remade; counted before anything can be sent on the new one."""
+        """The number of reconnects; counted before anything can be sent on the new link."""
         return int(self.nc.stats["reconnects"])
 
     @property
     def clustered(self) -> bool:
         """Whether the server is part of a cluster: streams may have replicas, and leaders that change."""
-        return bool(self.nc._server_info.get("cluster"))  # as of the last connect; nats-py shows it nowhere else
+        return bool(self.nc._server_info.get("cluster"))  # of the last connect; nats-py has no public attribute for it
 
     @property
     def server(self) -> str:
-        """The id of the server that this is connected to, or was; it has another one after its restart."""
+        """The id of the current or last server; a server gets a new id when it restarts."""
         return str(self.nc._server_info.get("server_id", ""))
 
     @property
@@ -149,7 +149,7 @@ class Bus:
     async def _on_error(self, error: Exception) -> None:
         self.last_error = error
         text, now = repr(error)[:500], time.monotonic()
-        # An absent broker is tried 10 times a second, and every message to a forbidden subject is an error of its own.
+        # An absent broker is tried 10 times a second, and every message to a forbidden subject is a separate error.
         kind = _QUOTED.sub("", text)
         if now - self._logged_errors.get(kind, -SAME_ERROR_S) >= SAME_ERROR_S:
             if len(self._logged_errors) >= ERROR_KINDS:
@@ -195,7 +195,7 @@ async def _bounded(step: Coroutine[Any, Any, None]) -> None:
 
 
 def note_refusal(error: Exception, on_refused: Iterable[Refused]) -> None:
-    """Call each with what the broker says, if nats-py's error is that it refuses a subject to this user."""
+    """Call each with the broker's message, if nats-py's error is that it refuses a subject to this user."""
     text = str(error)
     if _REFUSED in text.lower():
         for each in list(on_refused):
@@ -204,15 +204,15 @@ def note_refusal(error: Exception, on_refused: Iterable[Refused]) -> None:
 
 @contextlib.contextmanager
 def refusals(on_refused: list[Refused], user: str, command: str, role: str) -> Iterator[None]:
-    """End the block at once if the broker refuses something: nobody answers what it does not let through.
+    """End the block at once if the broker refuses a subject, since a refused request gets no answer.
 
     Args:
         on_refused: of the connection that the block uses.
-        user: as whom it logs in; "": unknown.
-        command: what needs it, without ``penstock``.
-        role: the least that suffices.
+        user: the user that it logs in as; "": unknown.
+        command: the command that needs the permission, without ``penstock``.
+        role: the role with the fewest permissions that suffices.
     Raises:
-        ServingError: it did (``permission_denied``); the text names the role needed.
+        ServingError: a subject was refused (``permission_denied``); the text names the role needed.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -256,7 +256,7 @@ def _is_long(credentials: Mapping[str, Any]) -> bool:
 
 
 def why_unreachable(error: Exception, credentials: Mapping[str, Any] | None = None) -> str:
-    """Why no connection was made, as text for users. ``credentials``: those of ``authenticate``."""
+    """A text for users that says why connecting failed. ``credentials``: those of ``authenticate``."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, socket.gaierror):
@@ -264,7 +264,7 @@ def why_unreachable(error: Exception, credentials: Mapping[str, Any] | None = No
     if isinstance(error, ssl.SSLCertVerificationError):
         return _why_not_verified(error, os.environ.get("PENSTOCK_NATS_CA", ""))
     too_long = "maximum control line exceeded" in str(error).lower()
-    # The server resets the connection, so that its error may be lost on the way.
+    # The server resets the connection, so its error message may be lost.
     too_long = too_long or (isinstance(error, (ConnectionError, UnexpectedEOF)) and _is_long(credentials or {}))
     if too_long:
         return (
@@ -291,11 +291,12 @@ def authenticate(client: BusClient, url: str, role: str, environ: Mapping[str, s
 
     ``PENSTOCK_NATS_CREDS`` is a credentials file (JWT and seed), ``PENSTOCK_NATS_NKEY`` one with an nkey's seed,
     ``PENSTOCK_NATS_CERT`` and ``PENSTOCK_NATS_KEY`` are a client certificate and its key, ``PENSTOCK_NATS_CA`` has the
-    authorities that sign the servers' certificates. The user of the system account has ``PENSTOCK_SYS_NATS_…``, but for
-    the authorities. Files are read again at every reconnect, so that they can be rotated.
+    authorities that sign the servers' certificates. For the user of the system account the names begin with
+    ``PENSTOCK_SYS_NATS_``, except that of the authorities. Files are read again at every reconnect, so that they can be
+    rotated.
 
     Raises:
-        ServingError: a file is missing, or a package that signs.
+        ServingError: a file, or the package that signs, is missing.
     """
     environ = os.environ if environ is None else environ
     prefix = "PENSTOCK_SYS_NATS_" if role == "sys" else "PENSTOCK_NATS_"
@@ -308,7 +309,7 @@ def authenticate(client: BusClient, url: str, role: str, environ: Mapping[str, s
         raise ServingError(Code.broker_unavailable, f"{names['CERT']} and {names['KEY']} belong together: set both")
     if files.keys() & {"CA", "CERT"}:
         client.tls_context = partial(_tls_context, files.get("CA"), files.get("CERT"), files.get("KEY"))
-    # As options: nats-py does not use what is in a URL for servers that it discovers later.
+    # As options, because nats-py does not use a URL's credentials for servers that it discovers later.
     parts = urlsplit(url)
     if parts.username and parts.password is not None:
         return {"user": unquote(parts.username), "password": unquote(parts.password)}
@@ -333,7 +334,7 @@ def _tls_context(authorities: str | None, certificate: str | None, key: str | No
 
 
 def _role_of(user: str, role: str) -> str:
-    """The role whose inbox a user may use: its own, if it is named after one, whatever it does."""
+    """The role whose inbox a user may use: the role that the user is named after, if there is one."""
     named = user.removesuffix("-2")  # each role has two users
     return named if named in PEOPLE else role
 
@@ -356,8 +357,8 @@ async def connect(
         role: the broker user's role; names the private inbox that its permissions allow.
         name: shown in the broker's monitoring and in its disconnect events.
         end_process: called with an exit status when nats-py has closed the connection for good.
-        on_fatal: called when a background task failed; ends the process in order (``Stop.failed``).
-        options: of nats-py's ``connect``, over the ones chosen here.
+        on_fatal: called when a background task failed; stops the process in order (``Stop.failed``).
+        options: of nats-py's ``connect``; they take precedence over the ones chosen here.
     Raises:
         ServingError: no server answered within ``timeout`` seconds, or it refused the credentials, or they are missing.
     """
@@ -380,7 +381,7 @@ async def connect_while_running(
     on_fatal: Failed | None = None,
     **options: Any,
 ) -> tuple[Bus, "asyncio.Task[None]"]:
-    """As ``connect``, for a broker without which the process can do other work: it goes on trying in the background.
+    """As ``connect``, for a broker that the process can work without: tries again in the background.
 
     Returns: the bus, and a task that ends when it is connected; within ``timeout`` seconds, if a server answers.
     Raises:

@@ -1,4 +1,4 @@
-"""``penstock nats``, and the streams on a broker."""
+"""``penstock nats``, and applying the streams to a broker."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ log = structlog.get_logger("nats")
 
 CONNECT_S = 10.0
 APPLY_AGAIN_S = 1.0
-# What only a printed configuration has
+# Flags that need --print-config
 PRINTED = ("cluster", "node", "tenants_file", "tls_cert", "tls_key", "tls_ca", "nkeys", "client_certs")
 CLIENTS_PORT, ROUTES_PORT = 4222, 6222
 
@@ -69,7 +69,7 @@ def run(settings: NatsSettings) -> int:
 
 
 def print_config(settings: NatsSettings) -> int:
-    """Print the configuration of a server that somebody else runs; the exit status."""
+    """Print a configuration for a server of your own and return the exit status."""
     try:
         data_dir = Path(settings.data_dir).resolve()
         prepare(data_dir)
@@ -91,7 +91,7 @@ def print_config(settings: NatsSettings) -> int:
 
 
 def _made(path: Path) -> str:
-    """When the passwords were last changed. A configuration with other passwords locks every process out."""
+    """The time at which the passwords last changed, as text: a configuration with others locks every process out."""
     if not path.exists():
         return ", made now: servers that run already need the folder of their own passwords (--data-dir)"
     return f", of {time.strftime('%Y-%m-%d %H:%M', time.localtime(path.stat().st_mtime))}"
@@ -153,7 +153,7 @@ def own_config(settings: NatsSettings, secrets: Mapping[str, str]) -> str:
 
 
 def _listens_on(settings: NatsSettings) -> str:
-    """All addresses, for a cluster whose servers are on other machines, unless one is named."""
+    """The address to listen on: that of the flag, or all addresses for a cluster over several machines."""
     elsewhere = any(not each.startswith(("127.", "localhost")) for each in settings.cluster)
     return "0.0.0.0" if elsewhere and settings.nats_host == NatsSettings().nats_host else settings.nats_host
 
@@ -205,8 +205,8 @@ async def apply_at(
     """Connect as the operator, apply, close.
 
     Args:
-        store_size: GiB of all streams together that are created now, in all cells; 0: their own sizes.
-        cells: of the deployment, of which this is one.
+        store_size: GiB of all streams that are created now, in all cells together; 0: their default sizes.
+        cells: the number of the deployment's cells, including this one.
         tags: as of ``apply``.
     Raises:
         BrokerProblem: as ``apply``, or no server answers there.
@@ -244,10 +244,10 @@ async def divide_at(
 
 
 async def copy_tenants(home_url: str, home: Subjects, url: str, subjects: Subjects) -> list[str]:
-    """Copy the limits of home's tenants to a cell. Returns the tenants whose limits are new there.
+    """Copy the limits of tenants from the home cell to a cell, and return the tenants whose limits changed there.
 
     Raises:
-        BrokerProblem: as ``apply``, or no server answers at one of the two.
+        BrokerProblem: as ``apply``, or no server answers in one of the two cells.
     """
     async with as_operator(home_url, "tenants") as nc, as_operator(url, "tenants") as cell:
         try:
@@ -272,9 +272,9 @@ async def apply_if_lost(
     """After a restart of a broker, apply the streams if its store has been lost. Repeated until the broker takes them.
 
     Args:
-        url: the operator's; its password may have been changed meanwhile.
+        url: gives the operator's URL, whose password may have changed meanwhile.
         record, store_size, cells: as ``apply_at``.
-        home: the first cell's, if this is another one: its routers need the weights of home's tenants again.
+        home: gives the home cell's URL for any other cell, whose routers need the tenants' weights again.
     """
     lost: list[str] = []
     while True:
@@ -302,12 +302,12 @@ async def apply_if_lost(
 
 @contextlib.asynccontextmanager
 async def as_operator(url: str, command: str) -> AsyncIterator[Client]:
-    """A connection for administration, which ends with the block. What the broker refuses to this user ends it at once.
+    """A connection for administration, closed with the block. A refusal of the broker ends the block at once.
 
     Args:
-        command: who asks, without ``penstock``.
+        command: the command that connects, without ``penstock``.
     Raises:
-        BrokerProblem: as ``connect_operator``, or the user may not do it; the text names the role that may.
+        BrokerProblem: as ``connect_operator``, or the user lacks a permission; the text names the role that has it.
     """
     on_refused: list[Refused] = []
     nc = await connect_operator(url, on_refused)
@@ -322,7 +322,7 @@ async def as_operator(url: str, command: str) -> AsyncIterator[Client]:
 
 
 def _told(done: Sequence[str]) -> str:
-    """What was done, for the audit log: what was created as one list."""
+    """The changes for the audit log, with everything that was created in one list."""
     created = [each.removeprefix("created ") for each in done if each.startswith("created ")]
     parts = [f"created {', '.join(created)}"] if created else []
     return "; ".join([*parts, *(each for each in done if not each.startswith("created "))])
@@ -332,7 +332,7 @@ async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Clie
     """A connection for administration: fails after a few seconds, where a serving process would retry.
 
     Args:
-        on_refused: each is called with what the broker says when it refuses a subject to this user.
+        on_refused: each is called with the broker's message when it refuses a subject to this user.
     Raises:
         BrokerProblem: no server answers there, or it refuses the credentials.
     """

@@ -1,7 +1,7 @@
 """``penstock passwords``: changes the passwords of the broker's users while processes and clients are connected.
 
 Each role has two users, and processes log in as one of them. First the other user gets a new password. Then processes
-are restarted one by one, and log in as that user. In the end, the first user gets a password that nobody knows.
+are restarted one by one, and log in as that user. Finally, the first user gets a random password that is not stored.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
 
 EVERY = (*BROKER_ROLES, "sys")
-NAMED = ("client", ROUTE)  # changed only if they are named
+NAMED = ("client", ROUTE)  # changed only if they are given as arguments
 RESTART = (
     "run `penstock nats --print-config` for each server of the cluster, install the result and restart the servers one "
     "by one in the order of --cluster, each once the one before has caught up (docs/several-machines.md)"
@@ -54,7 +54,7 @@ class PasswordsPlace:
     """The broker whose passwords change.
 
     Attributes:
-        servers: its URL without credentials; empty if it is not known.
+        servers: its URL without credentials; empty if unknown.
         running: it is the broker of the data folder.
     """
 
@@ -65,7 +65,7 @@ class PasswordsPlace:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what the first argument says; the exit status."""
+    """Run the subcommand and return the exit status."""
     args = _parser().parse_args(argv)
     data_dir = Path(args.data_dir).resolve()
     try:
@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _folders(data_dir: Path) -> dict[int, Path]:
-    """The folder of each cell's broker. A cell on the broker of another one has none of its own."""
+    """The folder of each cell's broker. A cell that shares another cell's broker has no folder."""
     if not (data_dir / "state.json").exists():
         others = {int(path.parent.name): path.parent for path in (data_dir / "cells").glob("*/secrets.json")}
         return {0: data_dir} | dict(sorted(others.items()))
@@ -96,7 +96,7 @@ def _folders(data_dir: Path) -> dict[int, Path]:
 
 
 async def _do(places: Mapping[int, PasswordsPlace], args: argparse.Namespace) -> None:
-    """For every cell, or, if it would fail for one, for none."""
+    """Run the subcommand for every cell, or, if it would fail for one, for none."""
     away = [cell for cell, place in places.items() if not place.running]
     if away and len(away) < len(places):
         raise ValueError(f"the broker of cell {away[0]} does not run, and others do: try again when all run")
@@ -121,9 +121,9 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,rotate,retire}")
     about_roles = f"{', '.join(EVERY)}, or {ROUTE}, among the servers of a cluster; default: all but client and {ROUTE}"
     for verb, about in (
-        ("list", "show as which of its two users each role logs in, and how many connections each has"),
-        ("rotate", "give the user that is not in use a new password; what starts from now on logs in as that"),
-        ("retire", "end the password of the user that is no longer in use, and every connection that still uses it"),
+        ("list", "show which of its two users each role logs in as, and the connections of both"),
+        ("rotate", "give each role's unused user a new password; processes started from now on log in as that user"),
+        ("retire", "end the password of each role's unused user, and every connection that still uses it"),
     ):
         one = verbs.add_parser(verb, help=about, description=about)
         if verb != "list":
@@ -173,10 +173,10 @@ def _place(data_dir: Path, args: argparse.Namespace) -> PasswordsPlace:
 async def _noted(
     place: PasswordsPlace, secrets: Mapping[str, str], verb: str, what: Sequence[str]
 ) -> AsyncIterator[None]:
-    """Record what is done within in the audit log, if the broker is known.
+    """Record the changes of the block in the audit log, if the broker is known.
 
     Raises:
-        BrokerProblem, ServingError: it cannot be recorded. Nothing was done.
+        BrokerProblem, ServingError: they cannot be recorded. Nothing was changed.
     """
     if not place.servers:
         yield
@@ -231,7 +231,7 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
 async def _check_unused(place: PasswordsPlace, roles: Sequence[str]) -> None:
     """
     Raises:
-        ValueError: a connection uses a password that would end, or that is not known.
+        ValueError: a connection uses a password that would end, or an unknown user.
     """
     if ROUTE in roles:
         return
@@ -279,7 +279,7 @@ async def _retire(place: PasswordsPlace, roles: Sequence[str]) -> None:
 
 
 def _named(connection: Mapping[str, Any]) -> str:
-    """One connection: a process of a role has the same name on every host, so its address and server are told, too."""
+    """One connection, with its address and server, since processes of a role have the same name on every host."""
     name = connection.get("name") or connection["cid"]
     address = f"{connection.get('ip')}:{connection.get('port')}"
     return f"{name} ({connection['authorized_user']}) at {address} of server {connection['server']}"

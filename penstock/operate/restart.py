@@ -1,4 +1,4 @@
-"""``penstock restart``: processes of `penstock up` on this machine, one after the other, without a failed request."""
+"""``penstock restart``: restarts processes of `penstock up` on this machine one by one, without a failed request."""
 
 import argparse
 import asyncio
@@ -28,16 +28,16 @@ from penstock.operate.workers import registrations
 from penstock.schemas.fleet import WorkerState
 
 POLL_S = 0.1
-UP_S = 0.5  # between looks whether `penstock up` runs
+UP_S = 0.5  # between checks that `penstock up` runs
 ORDER = ("worker", "router", "gateway", "trace", "dashboard")  # each role finds the others ready
 
 
 class RestartFailed(ValueError):
-    """A process did not come back in time; the text names it. Those after it were left as they are."""
+    """A process was not ready in time; the text names it. The processes after it were not restarted."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Restart processes; the exit status."""
+    """Restart processes and return the exit status."""
     parser = Parser(
         prog="penstock restart",
         description="restart processes of the `penstock up` on this machine, each after the one before is ready again. "
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
     state = _state(data_dir)
-    if holder(data_dir / "up.lock") is None:  # it was killed: others may have its processes' ids by now
+    if holder(data_dir / "up.lock") is None:  # it was killed: other programs may have its processes' ids by now
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     timeout_s = duration_ns(args.timeout) / 1e9
     if args.cells:
@@ -92,7 +92,7 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
 async def _while_up_runs(data_dir: Path, work: Coroutine[None, None, None]) -> None:
     """
     Raises:
-        RestartFailed: `penstock up` was killed meanwhile: nothing starts processes again.
+        RestartFailed: `penstock up` was killed meanwhile, so that nothing starts processes again.
     """
     working = asyncio.create_task(work)
     try:
@@ -136,10 +136,10 @@ async def _restart_all(
 
 
 async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> DeploymentState:
-    """The state of the deployment when it is planned for another number of active cells.
+    """The state of the deployment, planned for another number of active cells.
 
     Raises:
-        ValueError: it cannot have so many, or nothing answers.
+        ValueError: the deployment cannot have so many, or `penstock up` does not answer.
     """
     up = holder(data_dir / "up.lock")
     try:
@@ -167,10 +167,10 @@ async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> Deployme
 
 
 def outdated(state: DeploymentState) -> list[Running]:
-    """The processes to restart for another number of cells, in an order in which every request finds workers. Pure.
+    """The processes to restart for another number of cells, in an order in which every request has workers. Pure.
 
-    A cell gets workers once every gateway reads it. A cell that is given up keeps one worker of each role until the
-    end, because gateways may still send requests there.
+    A new cell gets workers once every gateway reads it. A closed cell keeps one worker of each role until the end,
+    because gateways may still send requests there.
     """
     last = _last_of_cells(state)
 
@@ -192,7 +192,7 @@ def _last_of_cells(state: DeploymentState) -> list[Running]:
 
 
 async def _until_empty(bus: Bus, cell: int, timeout_s: float) -> None:
-    """Wait until no request is queued in a cell that takes no new ones. Images, for example, need its workers.
+    """Wait until no request is queued in the closed cells; requests for images, for example, cannot leave them.
 
     Raises:
         RestartFailed: requests are still queued.
@@ -237,7 +237,7 @@ def _ordered(state: DeploymentState, names: Sequence[str]) -> list[Running]:
 
 
 def _has_left(state: DeploymentState, name: str) -> bool:
-    """Whether `penstock up` needs this gateway no more, which may still answer its last requests."""
+    """Whether `penstock up` has removed this gateway, which may still answer its last requests."""
     return bool(state.gateways.fewest) and name.startswith("gateway-") and name not in state.gateway_urls
 
 
@@ -281,7 +281,7 @@ def _resume(data_dir: Path, name: str) -> None:
 
 
 async def _ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int | None) -> bool:
-    """Whether the process runs under another pid than before and serves."""
+    """Whether the process has a new pid and serves."""
     try:
         state = read_state(data_dir / "state.json")
     except (OSError, msgspec.DecodeError):

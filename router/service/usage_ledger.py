@@ -1,11 +1,11 @@
-"""Counts what ended requests used: folds the records of this cell's log into its ledger (``penstock.schemas.usage``).
+"""Counts the usage of ended requests: folds the records of a cell's log into its ledger (``penstock.schemas.usage``).
 
-One router of a cell does it, the one that owns the models without workers. It need not be the only one: whoever writes
-from an old part is refused, reads the newest one, and goes on behind that. So whatever ends a router, or an answer of
-the broker that was lost, costs a second read of the records since the last write.
+The router that owns the models without workers counts for its cell. Two that count at the same time are harmless: the
+broker refuses a write that is based on an old part of the ledger, and its router then reads the newest part and
+continues after it. So a crash, or a lost answer of the broker, costs a second read of the records since the last write.
 
-Records are counted by their headers, which every router receives anyway. What came while nobody counted is read from
-the log.
+Records are counted by their headers, which every router receives anyway. Records that arrived while no router counted
+are read from the log.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from penstock.schemas.wire import encode
 
 log = structlog.get_logger("router")
 
-COUNT_S = 1.0  # between two writes
+COUNT_S = 1.0  # between two writes of the ledger
 WRITE_S = 5.0
 TOGETHER = 500  # records that are read and counted at a time
 REPORT_S = 60.0
@@ -39,8 +39,8 @@ REPORT_S = 60.0
 class UsageLedger:
     """
     Args:
-        ended: records as they are read, in the log's order; bounded: one that is full has lost some.
-        leads: whether this router is the one that counts.
+        ended: records as they are read, in the log's order. It is bounded: when it is full, records were lost.
+        leads: whether this router counts for its cell.
     """
 
     def __init__(self, bus: Bus, ended: "deque[Entry]", leads: Callable[[], bool]) -> None:
@@ -48,8 +48,8 @@ class UsageLedger:
         self._ended = ended
         self._leads = leads
         self._records = bus.subjects.stream("DONE")
-        self._part: UsagePart | None = None  # that grows; None: it has to be read
-        self._revision = 0  # of that part in the stream; 0: it is not there yet
+        self._part: UsagePart | None = None  # the open part; None: it has to be read
+        self._revision = 0  # of that part in the stream; 0: not stored yet
         self._reported = 0.0
         self._time_slice = TimeSlice()
 
@@ -64,24 +64,24 @@ class UsageLedger:
                 except (ServingError, NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
                     self._part = None
                     self._report(str(error) or repr(error))
-                except Exception:  # requests are placed all the same
+                except Exception:  # the router places requests without the ledger
                     self._part = None
                     log.exception("usage_count_failed")
         finally:
             self._bus.on_reconnect.remove(self._read_again)
 
     async def count(self) -> None:
-        """Count what has ended since the last time.
+        """Count the records since the last call.
 
         Raises:
-            ServingError, NatsError, OSError, TimeoutError, msgspec.MsgspecError: it was not stored, as far as is known.
+            ServingError, NatsError, OSError, TimeoutError, msgspec.MsgspecError: the write was not confirmed.
         """
         entries, missed = list(self._ended), len(self._ended) == self._ended.maxlen
         self._ended.clear()
         if not self._leads():
             self._part = None
         elif self._part is None or missed or (entries and entries[-1].seq <= self._part.last):
-            # Reads these entries, too. If they are older than what was counted, the log was made anew meanwhile, or
+            # ``_resume`` reads these entries, too. If they are older than the counted ones, the log was recreated, or
             # ``_resume`` has read them before.
             await self._resume()
         elif entries:
@@ -92,11 +92,11 @@ class UsageLedger:
             await self._store(counted)
 
     async def _read_again(self) -> None:
-        """Records may be gone, or be others, if the broker was away."""
+        """Read the ledger again before the next count: after a reconnect, the log may have changed."""
         self._part = None
 
     async def _resume(self) -> None:
-        """Find where the ledger ends, and count what the log has behind that."""
+        """Find the end of the ledger, and count the records in the log after it."""
         bus, subjects = self._bus, self._bus.subjects
         newest = await get_last(bus, subjects.stream("USAGE"), subjects.all("usage"), newest=True)
         part = usage.decode(newest.data) if newest is not None else None
@@ -121,12 +121,12 @@ class UsageLedger:
             if len(portion) == TOGETHER:
                 await self._store(portion)
                 portion = []
-                await asyncio.sleep(time.monotonic() - began)  # half of the time is for requests
+                await asyncio.sleep(time.monotonic() - began)  # leave half of the time to requests
                 began = time.monotonic()
         await self._store(portion)
 
     async def _position(self, part: UsagePart, end: int, empty: bool) -> int:
-        """Up to which sequence the log has what was counted: all of it, unless it was made anew or has lost its end."""
+        """The last sequence that was counted and is still in the log, which may have lost its end or been recreated."""
         if empty or not part.last:
             return min(part.last, end)
         last = await get(self._bus, self._records, part.last)
@@ -138,7 +138,7 @@ class UsageLedger:
         return usage.count(entry.seq, server_ns(entry), entry.headers, await self._summary(entry))
 
     async def _summary(self, entry: Entry) -> RequestSummary | None:
-        """Of a record by an earlier release from its body: its headers have less."""
+        """The summary of a record; read from the body for records of earlier releases, whose headers have less."""
         found = of_headers(entry.subject, entry.headers)
         if found is not None and entry.headers[HEADER_SUMMARY].count(" ") + 1 >= SUMMARY_WORDS:
             return found
@@ -158,10 +158,10 @@ class UsageLedger:
             await self._write(part, 0)
 
     async def _write(self, part: UsagePart, revision: int) -> None:
-        """Store a part in the place of a revision (0: a new one).
+        """Store a part that replaces a revision (0: a new part).
 
         Raises:
-            ServingError: broker_unavailable: it was not stored, for another router has stored one, say.
+            ServingError: ``broker_unavailable``; it was not stored, for example because another router stored one.
         """
         reply = await compare_and_set(self._bus, self._bus.subjects.usage(part.number), encode(part), revision, WRITE_S)
         if reply.error is not None:

@@ -1,9 +1,9 @@
 """Finds requests in the log by model, time, state and other criteria, newest first.
 
-Ended requests are read from their records in DONE, and their prompts from REQUESTS, which is read beside it. The others
-are those that the consumers of REQUESTS and WORK have not acknowledged. A stopped deployment has no consumers: there,
-the last hour of both streams is read for requests without a record. Where records are damaged or missing, their
-requests are in an unknown state.
+Ended requests are read from their records in DONE, with their prompts from REQUESTS. Unfinished ones are those that the
+consumers of REQUESTS and WORK have not acknowledged. In a stopped deployment, which has no consumers, they are the
+requests without a record in the last hour of both streams. The state of a request is unknown if its record is damaged
+or missing.
 """
 
 import contextlib
@@ -64,11 +64,11 @@ log = structlog.get_logger("timeline")
 
 T = TypeVar("T")
 
-_LEFT_OUT = b"\xa8left_out"  # as a record names what it lacks
+_LEFT_OUT = b"\xa8left_out"  # the field of a record that names its omitted parts
 
 
 class Left(NamedTuple):
-    """A message about such a request. ``stream``: without the namespace."""
+    """A message about an unfinished request. ``stream``: without the namespace."""
 
     stream: str
     subject: str
@@ -76,7 +76,7 @@ class Left(NamedTuple):
 
 
 def left_open(stored: StoredLog, since_ns: int) -> list[Left]:
-    """The messages of REQUESTS and WORK about requests without a record, of those stored since a time (Unix, ns)."""
+    """The messages about requests without a record in REQUESTS and WORK that were stored since a time (Unix, ns)."""
     return [_left(name, raw) for name, raw in _search(stored, since_ns)]
 
 
@@ -88,7 +88,7 @@ def _search(stored: StoredLog, since_ns: int) -> Iterator[tuple[str, Raw]]:
         yield "REQUESTS", raw
     if _has_all(_stream(stored, "REQUESTS"), since_ns):
         if not waiting:
-            return  # WORK is several times as large, and has no request that REQUESTS lacks
+            return  # WORK is several times as large, and each of its requests is in REQUESTS
         since_ns = min(_made_ns(each) for each in waiting)
     for raw in _without(stored, "WORK", since_ns, over):
         yield "WORK", raw
@@ -99,11 +99,11 @@ _RECORD = re.compile(rb"\.done\.[^.]+\.[^.]+\.([0-9a-f-]{%d})" % ID_BYTES)
 
 
 def _ended_ids(stored: StoredLog, since_ns: int) -> set[bytes]:
-    """The requests that have a record, at least of those stored since a time."""
+    """The ids of requests that have a record, complete for those stored since a time."""
     stream = _stream(stored, "DONE")
     if stream is None:
         return set()
-    # What the server noted when it stopped has all subjects, in a twentieth of the bytes of the records.
+    # The server's state file, written when it stops, has all subjects in a twentieth of the records' bytes.
     subjects = stream.noted_subjects()
     if subjects is not None:
         return set(_RECORD.findall(subjects))
@@ -141,7 +141,7 @@ def _made_ns(request_id: bytes) -> int:
 
 
 def _has_all(stream: StoredStream | None, since_ns: int) -> bool:
-    """Whether a stream has all messages that it has got since a time (Unix, ns)."""
+    """Whether a stream still has all messages that were stored since a time (Unix, ns)."""
     if stream is None or stream.empty:
         return False
     return stream.first_seq <= 1 or next(stream.forward()).time_ns <= since_ns
@@ -152,10 +152,10 @@ def _stream(stored: StoredLog, name: str) -> StoredStream | None:
 
 
 def _unreadable(bus: Readable, told: set[int]) -> list[RequestSummary]:
-    """Requests that have ended, and whose records are damaged in the files that were read: little is known of them.
+    """Ended requests whose records are damaged in the files that were read, with the little that is known of them.
 
     Args:
-        told: the blocks of which this was said; those of which it is said now are added.
+        told: the blocks with damage that was logged before; newly logged ones are added.
     """
     stream = _stream(bus, "DONE") if isinstance(bus, StoredLog) else None
     found = []
@@ -170,10 +170,10 @@ def _unreadable(bus: Readable, told: set[int]) -> list[RequestSummary]:
     return sorted(found, key=lambda each: each.created_ns, reverse=True)
 
 
-MISSING_SEARCHED = 5_000  # of the last requests before gaps in the records
+MISSING_SEARCHED = 5_000  # requests before a gap in the records that are looked up, the latest first
 ABOUT_THE_END_S = 5.0
 CHECKED = 200  # requests whose end is looked up at once
-SEARCHED = 512  # records that are searched for a text together
+SEARCHED = 512  # records that are searched for a text at once
 CONSUMERS = 256  # per page of the broker's list
 
 
@@ -196,9 +196,9 @@ async def ended(
     """Ended requests with the sequences of their records, latest end first.
 
     Args:
-        before: begin before this sequence of DONE; 0: with the last.
-        search: only those that may have its text; others are not decoded.
-        prompts: they are wanted, which REQUESTS has, as with ``search``.
+        before: begin before this sequence of DONE; 0: with the last record.
+        search: yield only requests that may match; others are not decoded.
+        prompts: read the prompts from REQUESTS, too; always done with ``search``.
     Raises:
         ServingError: the stream cannot be read.
         ValueError: as ``RecordSearch.matching``.
@@ -217,7 +217,7 @@ async def ended(
                 if not is_wanted and not oldest:
                     continue
                 entry = entry_of(each) if isinstance(each, Raw) else each
-                if oldest and entry.time_ns < oldest:  # it was accepted even earlier
+                if oldest and entry.time_ns < oldest:  # the request was accepted even earlier
                     return
                 found = of_entry(entry, stored) if is_wanted else None
                 if found is not None and criteria.accepts(found.summary):
@@ -228,7 +228,7 @@ Parts = AsyncGenerator[tuple[Sequence[Entry | Raw], Sequence[bytes]], None]
 
 
 async def _with_requests(bus: Readable, records: AsyncGenerator[Sequence[Entry | Raw], None], *, wanted: bool) -> Parts:
-    """Records with the messages of REQUESTS that have their prompts; empty: it is gone, or prompts are not wanted."""
+    """Records with the message of REQUESTS that has the prompt; empty: it is gone, or prompts are not wanted."""
     async with contextlib.aclosing(records), contextlib.aclosing(_Accepted(bus)) as accepted:
         async for part in records:
             asked = [b""] * len(part)
@@ -240,7 +240,7 @@ async def _with_requests(bus: Readable, records: AsyncGenerator[Sequence[Entry |
 
 
 class _AskedBlock:
-    """The requests of a block of REQUESTS."""
+    """The requests in a block of REQUESTS."""
 
     def __init__(self, block: bytes, places: list[Place], search: RecordSearch) -> None:
         sifted = search.sift(block, places)
@@ -257,7 +257,7 @@ class _AskedBlock:
 
 
 async def _sifted(stored: StoredLog, search: RecordSearch, *, before: int, oldest: int) -> Parts:
-    """As ``_with_requests``, without what cannot have the text. REQUESTS is read beside DONE, as by ``_Accepted``.
+    """As ``_with_requests``, without records that cannot match. REQUESTS is read along with DONE, as by ``_Accepted``.
 
     Args:
         oldest: how far back to read (Unix, ns).
@@ -294,7 +294,7 @@ async def _sifted(stored: StoredLog, search: RecordSearch, *, before: int, oldes
 async def _together(
     bus: Readable, stream: str, subject: str, before: int
 ) -> AsyncGenerator[Sequence[Entry | Raw], None]:
-    """As ``read_backwards``, in lists, of which the first are short: who wants few reads little."""
+    """As ``read_backwards``, in lists. The first ones are short, so that a caller that wants few messages reads few."""
     size = 8
     if isinstance(bus, StoredLog):
         stored = bus.stream(stream)
@@ -314,17 +314,17 @@ async def _together(
 
 
 class _Accepted:
-    """The messages of REQUESTS about ended requests, of which the latest end comes first.
+    """The messages of REQUESTS about ended requests, latest end first.
 
-    REQUESTS is read backwards beside DONE. What was accepted after a request had ended is about requests that came
-    before it here, so that about as many messages are in memory as requests ran at one time.
+    REQUESTS is read backwards along with DONE. Messages stored after a request's end belong to requests that were
+    already yielded, so memory holds about as many messages as requests ran at one time.
     """
 
     def __init__(self, bus: Readable) -> None:
         self._bus = bus
         self._parts: AsyncGenerator[Sequence[Entry | Raw], None] | None = None
         self._found: dict[bytes, Entry | Raw] = {}  # by the request's id
-        self._reached_ns = 0  # when the last message that was read had been stored
+        self._reached_ns = 0  # the time at which the last message that was read had been stored
 
     async def aclose(self) -> None:
         if self._parts is not None:
@@ -370,7 +370,7 @@ def _request_in(record: Entry | Raw) -> bytes:
 
 
 def _request_asked(message: Entry | Raw) -> bytes:
-    """The request of a message of REQUESTS. A copy that a router has made of it has more in its id."""
+    """The id of the request of a message of REQUESTS. A copy made by a router has a longer message id."""
     if isinstance(message, Raw):
         return message_id(message.block, message.at)[:ID_BYTES]
     return request_named(message.headers).encode()
@@ -388,7 +388,7 @@ def _body(stored: Entry | Raw) -> bytes:
 
 
 async def _behind(bus: Readable, stream: str, criteria: Criteria) -> int:
-    """A sequence from which on no record is wanted; 0: there is none, or files are read."""
+    """A sequence of DONE from which on no record is wanted; 0: there is none, or files are read."""
     if not criteria.at_ns or isinstance(bus, LogFiles):
         return 0
     latest = criteria.at_ns + int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS
@@ -396,10 +396,10 @@ async def _behind(bus: Readable, stream: str, criteria: Criteria) -> int:
 
 
 async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[RequestSummary, None]:
-    """As ``ended``, without requests and records: neither prompts nor tokens are decoded.
+    """As ``ended``, but only summaries: neither prompts nor tokens are decoded.
 
-    Also those whose records are damaged: of a stopped deployment in the files that were read, as far as the server
-    noted their names when it stopped; of a running one as far as REQUESTS still has them.
+    Includes requests whose records are damaged: in a stopped deployment, those whose subjects the server noted when it
+    stopped; in a running one, those that REQUESTS still has.
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
@@ -431,13 +431,13 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
 
 
 class _Missing:
-    """Requests that have ended, and whose records a running broker has lost.
+    """Ended requests whose records a running broker has lost.
 
-    nats-server (2.15) passes over a message whose bytes were overwritten on its disk without a word. If its length was
-    hit, it drops the rest of the block, and counts those messages as deleted.
+    nats-server (2.15) silently skips a message whose bytes were overwritten on its disk. If the bytes of its length
+    were overwritten, the server drops the rest of the block and counts those messages as deleted.
 
     Args:
-        before: the sequence of DONE behind those that are read.
+        before: the sequence of DONE after those that are read.
     """
 
     def __init__(self, bus: "Bus", before: int) -> None:
@@ -450,7 +450,7 @@ class _Missing:
         self._told: set[str] = set()
 
     async def above(self, entry: Entry) -> list[RequestSummary]:
-        """Those between an entry and the one before, which is the next in the stream: mostly none."""
+        """The lost requests between an entry and the next one in the stream; mostly none."""
         count, before, until_ns = self._before - entry.seq - 1, self._before, self._until_ns
         first = not self._looked
         self._before, self._until_ns, self._looked = entry.seq, entry.time_ns, True
@@ -458,7 +458,7 @@ class _Missing:
             return []
         bus, stream = self._bus, self._bus.subjects.stream("REQUESTS")
         candidates: dict[str, RequestSummary] = {}
-        # A stream that lost its end has no gap: what was accepted about its last record, or later, must be unfinished.
+        # A stream that lost its end has no gap: requests accepted around its last record or later must be unfinished.
         since_ns = entry.time_ns - int((LONGEST_DEADLINE_S if count else ABOUT_THE_END_S) * 1e9)
         most = min(self._left, MISSING_SEARCHED if count else CHECKED)
         end = await before_time(bus, stream, until_ns) + 1
@@ -486,10 +486,10 @@ class _Missing:
 
 
 async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) -> AsyncGenerator[T, None]:
-    """The items of several cells, each of which has its latest first, as if they came from one.
+    """Merge the items of several cells, each latest first. At most one item of each cell is read ahead.
 
     Args:
-        when: a time of an item. At most one item of each part is read ahead.
+        when: the time of an item.
     """
     heads = [(part, item) for part in parts if (item := await anext(part, None)) is not None]
     while len(heads) > 1:
@@ -505,10 +505,10 @@ async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) ->
 
 
 def of_entry(entry: Entry, asked: bytes = b"") -> LoggedRequest | None:
-    """The record in a message of DONE. None: another message, or one of a later release.
+    """The record in a message of DONE. None: it is not a record, or one of a later release.
 
     Args:
-        asked: the message of REQUESTS, if it is known, which has the prompt.
+        asked: the message of REQUESTS that has the prompt, if it is known.
     """
     try:
         event = done.decode(entry.data)
@@ -527,7 +527,7 @@ async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False
     """Requests that have not ended, latest accepted first.
 
     Args:
-        stopped: the deployment does not run; the last hour of its log is read.
+        stopped: the deployment is not running; the last hour of its log is read.
     Raises:
         ServingError: a stream cannot be read.
     """
@@ -555,7 +555,7 @@ async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False
 
 
 def _unless_lost(stored: StoredLog, unended: Sequence[LoggedRequest]) -> list[LoggedRequest]:
-    """Requests without a record; "unknown" if the record may be among those that are damaged."""
+    """Requests without a record; their state is "unknown" if the record may be a damaged one."""
     stream = _stream(stored, "DONE")
     until_ns = max(stream.incomplete.values(), default=0) if stream is not None else 0
     if stream is None or not until_ns or stream.noted_subjects() is not None:  # it is known which have a record
@@ -570,7 +570,7 @@ def _unless_lost(stored: StoredLog, unended: Sequence[LoggedRequest]) -> list[Lo
 
 
 async def _hour_before_end(bus: Readable) -> int:
-    """Unix ns of the last accepted or routed request, minus the longest time that a request may take."""
+    """Time of the last accepted or routed request (Unix, ns), minus the longest duration of a request."""
     ends = [
         await get_last(bus, bus.subjects.stream(name), f"{bus.subjects.namespace}.>") for name in ("REQUESTS", "WORK")
     ]
@@ -585,7 +585,7 @@ def _keep_later(requests: dict[str, LoggedRequest], running: LoggedRequest) -> N
 
 
 def _running(subject: str, data: bytes) -> LoggedRequest | None:
-    """The request of a message in WORK. None: a revocation, or a kept copy of a job, which no worker reads."""
+    """The request of a message in WORK. None: a revocation, or a kept copy of a job that no worker reads."""
     worker = subject.rpartition(".")[2]
     if KEPT in subject.split("."):
         return None

@@ -1,8 +1,8 @@
-"""Simulates the latency percentiles of a deployment, and how large it must be to meet given ones.
+"""Simulates the latency percentiles of a deployment, and sizes it for given limits.
 
-The means of a queueing model say nothing about the tail. Requests with Poisson arrivals therefore run through simulated
-engines, with the router's own policy and the step times of the profiles. Requests that arrive before the fleet is as
-full as it will get are not counted.
+The means of a queueing model say nothing about percentiles. Requests with Poisson arrivals therefore run through
+simulated engines, with the router's own policy and the step times of the profiles. Requests that arrive during the
+warm-up are not counted.
 """
 
 import math
@@ -24,18 +24,18 @@ from penstock.schemas.plans import Role
 
 Percentile = Literal["mean", "p50", "p75", "p90", "p95", "p99"]
 BLOCK_SIZE = 64
-# In units of the time that a request takes: the warm-up, the counted arrivals at least, and the arrivals behind them.
+# In units of a request's duration: the warm-up, the least time of counted arrivals, and the arrivals after them.
 _WARM, _COUNTED, _AFTER = 1.2, 1.0, 0.5
-_LATE = 4.0  # in the same unit: a request that has not ended by then counts as not served
-_HELD, _HELD_S = 50, 2.0  # a fleet is too small if more requests wait: this many, or the arrivals of so many seconds
-_STEPS = 6  # of the bisection of a rate
-_GROWTH = 12  # a pool grows by a twelfth, or by one worker
+_LATE = 4.0  # in the same unit: a request that has not ended by then counts as unserved
+_HELD, _HELD_S = 50, 2.0  # a fleet is too small if more requests wait than this, and than arrive in this many seconds
+_STEPS = 6  # bisection steps of a rate
+_GROWTH = 12  # a pool grows by a twelfth of its workers, at least by one
 
 Pools = Sequence[tuple[Role, Configuration, int]]
 
 
 class Seen(Struct, frozen=True):
-    """Percentiles in ms, infinite if a request was not served, and the number of ``requests`` that were counted."""
+    """Percentiles in ms (infinite if a request was not served), and the number of counted ``requests``."""
 
     ttft_ms: float
     itl_ms: float
@@ -46,7 +46,7 @@ class SimulatedLoad(Struct, frozen=True, kw_only=True):
     """
     Attributes:
         sigma: standard deviation of the logarithm of lengths. 0: all prompts, and all answers, are equally long.
-        requests: the least number to count. p99 takes five times as many, because its tail is thin.
+        requests: the least number to count; five times as many for p99.
     """
 
     sla: Sla
@@ -90,12 +90,12 @@ def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
 
 
 def longest(rate: float, load: SimulatedLoad) -> int:
-    """Tokens of the longest simulated request, prompt and answer, at ``rate`` requests per second."""
+    """Tokens of the longest simulated request (prompt and answer) at ``rate`` requests per second."""
     return max(row.input_length + row.output_length for row in _trace(rate, load).rows)
 
 
 def _times(rate: float, load: SimulatedLoad) -> tuple[float, float, float]:
-    """In seconds: how long a request takes, and when the counted arrivals begin and end."""
+    """In seconds: the duration of a request, and the beginning and end of the counted arrivals."""
     lasts_s = (load.sla.ttft_ms + load.sla.osl * load.sla.itl_ms) / 1e3
     wanted = load.requests * (5 if load.percentile == "p99" else 1)
     begins_s = _WARM * lasts_s
@@ -124,15 +124,15 @@ def search(
     show: int,
     tell: Callable[[str], None],
 ) -> list[SizedDeployment]:
-    """Simulate candidates that were found with means, and order them by the percentiles, best first.
+    """Simulate the candidates and return those that meet the limits, best first.
 
-    With a given rate, pools grow until the limits are met. Without one, the rate falls until they are. A candidate is
-    not simulated if its means show that it cannot beat the best one.
+    With a given rate, pools grow until the limits are met; without one, the rate falls until they are. Candidates whose
+    means show that they cannot beat the best one are not simulated.
 
     Args:
-        found: candidates by means, best first.
+        found: candidates sized by means, best first.
         show: the most candidates to simulate.
-        tell: called before each simulation with what is tried.
+        tell: called before each simulation with a description of it.
     """
     by_name = {each.name: each for each in configurations}
     kept: list[SizedDeployment] = []
@@ -156,7 +156,7 @@ def _cannot_win(candidate: SizedDeployment, best: SizedDeployment, scope: Scope)
 def _larger(
     candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
 ) -> SizedDeployment | None:
-    """The candidate with as many workers as the rate needs. None if that takes too many GPUs."""
+    """The candidate with the workers that the rate needs. None if that takes too many GPUs."""
     rate, sla = load.scope.rate, load.sla
     sizes = [pool.workers for pool in candidate.pools]
     grown: tuple[int, int] | None = None  # the pool that grew last, and its workers before
@@ -169,7 +169,7 @@ def _larger(
         late, slow = seen.ttft_ms > sla.ttft_ms, seen.itl_ms > sla.itl_ms
         if not (late or slow):
             break
-        # The last pool decodes, and determines the time per token. The first one determines the TTFT.
+        # The last pool decodes and determines the time per token; the first one determines the TTFT.
         at = len(sizes) - 1 if slow and not (late and seen.ttft_ms / sla.ttft_ms > seen.itl_ms / sla.itl_ms) else 0
         grown = at, sizes[at]
         sizes[at] += max(1, sizes[at] // _GROWTH)
@@ -192,7 +192,7 @@ def _larger(
 def _slower(
     candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
 ) -> SizedDeployment | None:
-    """The candidate at the highest rate that meets the limits, at most that of its means. None: there is none."""
+    """The candidate at the highest rate that meets the limits, at most the rate of its means. None: no rate does."""
     sla, pools = load.sla, _pools(candidate, by_name)
 
     def tried(rate: float) -> Seen | None:
@@ -227,7 +227,7 @@ def _sized(candidate: SizedDeployment, sizes: Sequence[int], by_name: dict[str, 
 
 
 def _with(candidate: SizedDeployment, rate: float, seen: Seen, load: SimulatedLoad) -> SizedDeployment:
-    """The candidate with simulated times. Concurrency follows from the rate and the duration of an answer."""
+    """The candidate with simulated times; its concurrency is the rate times the duration of an answer."""
     pools = tuple(
         pool
         if pool.role == "prefill"
