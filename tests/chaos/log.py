@@ -30,9 +30,8 @@ async def whole(buses: Sequence[Bus], since_ns: int, urls: Sequence[str], *, wit
         buses: of the cells, by their numbers.
         gone: workers that ended so lately that the server keeps their consumers.
     """
-    stored = [await stored_since(bus, since_ns) for bus in buses]
+    stored, ends = await until_ended(buses, since_ns, within_s)
     accepted = [accepted_of(cell) for cell in stored]
-    ends = [await ends_since(bus, since_ns) for bus in buses]
     streamed: dict[str, Streamed] = {}
     for bus in buses:
         streamed |= await streamed_since(bus, since_ns)
@@ -150,6 +149,24 @@ async def ends_since(bus: Bus, since_ns: int) -> list[End]:
                 )
             )
     return found
+
+
+async def until_ended(
+    buses: Sequence[Bus], since_ns: int, within_s: float
+) -> tuple[list[dict[str, Stored]], list[list[End]]]:
+    """Requests and terminal events by cell, once every request has one, or in the end.
+
+    A request whose acceptance was not confirmed, because the broker's disk was full, say, is stored and runs after its
+    client has given up.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        stored = [await stored_since(bus, since_ns) for bus in buses]
+        ends = [await ends_since(bus, since_ns) for bus in buses]
+        ended = {end.request for cell in ends for end in cell}
+        if all(ended.issuperset(accepted_of(cell)) for cell in stored) or time.monotonic() > deadline:
+            return stored, ends
+        await asyncio.sleep(POLL_S)
 
 
 async def surplus(buses: Sequence[Bus]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What a client saw: streams and whole answers come to the same, and events that come again are noticed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
@@ -10,15 +10,22 @@ import pytest
 from penstock.gateway.admission.queues import unstored
 from penstock.gateway.base.chat_objects import stopping, unconfirmed
 from penstock.gateway.request_log.lookup import erased
+from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory_storage import lost
+from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import new_request_id
+from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, TokenItem
+from tests.chaos import log
+from tests.chaos.audit import End
 from tests.chaos.clients import HttpClients, Settled, _Conversation
 from tests.chaos.log import Fold
 from tests.chaos.nats_clients import named_in
 from tests.chaos.recipes import Recipe
 from tests.chaos.seen import Seen, Shown, goes_on, last_event
+from tests.infra.bus.support import opened
+from tests.penstock.log_tools.requests.support import accept, end
 
 
 def chat(text: str, index: int = 0, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
@@ -204,3 +211,23 @@ def test_what_was_used_is_known_from_chats_and_responses() -> None:
     usage = {"input_tokens": 8, "output_tokens": 3}
     seen.take({"type": "response.completed", "response": {"status": "completed", "usage": usage}}, "3", 0.2)
     assert seen.usage == (8, 3)
+
+
+async def test_the_log_is_read_once_a_request_has_ended_that_runs_after_its_client_gave_up(
+    broker: EmbeddedNats, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a full disk, requests whose acceptance was not confirmed were still running: their ends were missed."""
+    async with opened(broker, subjects) as bus:
+        request = await accept(bus)
+        _, [ends] = await log.until_ended([bus], 0, within_s=0.0)
+        assert ends == []
+
+        async def then_it_ends(bus: Bus, since_ns: int, read: Any = log.ends_since) -> Sequence[End]:
+            found: list[End] = await read(bus, since_ns)
+            if not found:
+                await end(bus, request, 1)
+            return found
+
+        monkeypatch.setattr(log, "ends_since", then_it_ends)
+        [stored], [ends] = await log.until_ended([bus], 0, within_s=30.0)
+    assert [*stored] == [each.request for each in ends] == [request.id]
