@@ -1,6 +1,8 @@
 """``state.json``: what runs, and how to reach it, for ``penstock inspect``, tests and benchmarks."""
 
 import contextlib
+import fcntl
+import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -149,19 +151,29 @@ def read_state(path: Path) -> DeploymentState:
 
 
 def write_resume(data_dir: Path, names: Iterable[str]) -> None:
-    """Name the drained processes that the signal ``RESUME`` starts again."""
-    write_private(data_dir / "resume", "\n".join(names))
+    """Name processes that the signal ``RESUME`` starts, beside those that others have named and were not read yet.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    file = os.open(data_dir / "resume", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # two planners, and `penstock restart`, may write at once
+        os.write(file, "".join(f"{name}\n" for name in names).encode())
+    finally:
+        os.close(file)
 
 
 def read_resume(data_dir: Path) -> list[str]:
-    """The processes that ``write_resume`` has named, once."""
-    path = data_dir / "resume"
+    """The processes that ``write_resume`` has named, each once."""
     try:
-        names = path.read_text().split()
-        path.unlink()
+        with (data_dir / "resume").open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            names = file.read().split()
+            file.truncate(0)
     except OSError:
         return []
-    return names
+    return list(dict.fromkeys(names))
 
 
 class CellCounts(msgspec.Struct, frozen=True):

@@ -223,7 +223,6 @@ def scale_path(namespace: str, workload: str) -> str:
     return f"/apis/{GROUPS[kind]}/namespaces/{namespace}/{kind}s/{name}/scale"
 
 
-STEMS: dict[Role, str] = {"aggregated": "worker", "prefill": "prefill", "decode": "decode"}
 LISTED_S = 10.0  # after which a worker that was asked for must be in state.json
 _POLL_S = 0.05
 
@@ -232,38 +231,56 @@ class LocalWorkers:
     """
     Args:
         data_dir: of the `penstock up`.
+        model: canonical name; its workers only.
         others: buses of further cells, which have workers, too.
     """
 
     name: ClassVar[str] = "local"
     one_machine = True
 
-    def __init__(self, bus: Bus, data_dir: Path, others: Sequence[Bus] = ()) -> None:
+    def __init__(self, bus: Bus, data_dir: Path, model: str, others: Sequence[Bus] = ()) -> None:
         self._buses = [bus, *others]
         self._data_dir = data_dir
+        self._model = model
+        self._stems: dict[Role, str] = {}  # before the numbers in workers' names
         self._leaving: set[str] = set()
 
     async def counts(self) -> dict[Role, int]:
-        processes = self._processes()
-        return {role: len(names) for role in ROLES if (names := self._staying(role, processes))}
+        processes = await self._learned()
+        return {role: len(names) for role in self._stems if (names := self._staying(role, processes))}
 
     async def apply(self, targets: Mapping[Role, int]) -> None:
-        processes = self._processes()
+        processes = await self._learned()
         wanted: list[str] = []
         for role, target in targets.items():
+            if role not in self._stems:
+                raise ConnectorFailed(
+                    f"`penstock up` on {self._data_dir} has started no {role} worker of {self._model} that is "
+                    "registered, so none can be added or drained"
+                )
             staying = self._staying(role, processes)
-            wanted += joining(role, target - len(staying), processes)
+            wanted += joining(self._stems[role], target - len(staying), processes)
             for name in reversed(staying[max(1, target) :]):
                 await self._drain(name)
         if wanted:
             await self._start(wanted)
+
+    async def _learned(self) -> list[Running]:
+        """The processes; what the model's workers are called, by role, is read from those that are registered."""
+        processes = self._processes()
+        names = {each.name for each in processes}
+        for bus in self._buses:
+            for each in await registrations(bus):
+                if each.model == self._model and each.role in ROLES and each.name in names:
+                    self._stems[each.role] = stem_of(each.name)
+        return processes
 
     def _staying(self, role: Role, processes: Sequence[Running]) -> list[str]:
         """Workers of a role that run or are being started, by number."""
         named = {each.name: each for each in processes}
         self._leaving = {name for name in self._leaving if name in named and not named[name].drained}
         names = [each.name for each in processes if not each.drained and each.name not in self._leaving]
-        return sorted((name for name in names if _is(name, role)), key=_number)
+        return sorted((name for name in names if stem_of(name) == self._stems[role]), key=_number)
 
     async def _drain(self, name: str) -> None:
         fleet = [(bus, each) for bus in self._buses for each in await registrations(bus) if each.name == name]
@@ -304,21 +321,22 @@ class LocalWorkers:
         return [each for each in state.processes if each.role == "worker"]
 
 
-def joining(role: Role, count: int, processes: Sequence[Running]) -> list[str]:
-    """The next ``count`` workers of a role: drained ones first, then further numbers."""
+def joining(stem: str, count: int, processes: Sequence[Running]) -> list[str]:
+    """The next ``count`` workers of those called ``stem``: drained ones first, then further numbers."""
     known = {each.name for each in processes}
-    drained = sorted((each.name for each in processes if each.drained and _is(each.name, role)), key=_number)
+    drained = sorted((each.name for each in processes if each.drained and stem_of(each.name) == stem), key=_number)
     names = drained[: max(0, count)]
     number = 0
     while len(names) < count:
-        if (name := f"{STEMS[role]}-{number}") not in known:
+        if (name := f"{stem}-{number}") not in known:
             names.append(name)
         number += 1
     return names
 
 
-def _is(name: str, role: Role) -> bool:
-    return name.rpartition("-")[0] == STEMS[role]
+def stem_of(name: str) -> str:
+    """Of a worker of `penstock up`, what those of its model and role have in common: worker, demo-prefill."""
+    return name.rpartition("-")[0]
 
 
 def _number(name: str) -> int:

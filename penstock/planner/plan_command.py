@@ -164,7 +164,7 @@ async def _run(settings: PlannerSettings, source: LogSource) -> None:
         loop = PlannerLoop(
             bus,
             planner,
-            connector_of(settings, bus, roles, others),
+            connector_of(settings, bus, model, roles, others),
             planner_id=f"plan-{secrets.token_hex(4)}",
             model=model,
             say=_say_json if settings.json else _say,
@@ -241,7 +241,9 @@ def _profile(text: str, role: Role) -> Profile:
         raise BadSettings(f"--profile {text}: give mock, or mock:2 with the workers' --mock-speedup") from None
 
 
-def connector_of(settings: PlannerSettings, bus: Bus, roles: Sequence[Role], others: Sequence[Bus] = ()) -> Connector:
+def connector_of(
+    settings: PlannerSettings, bus: Bus, model: str, roles: Sequence[Role], others: Sequence[Bus] = ()
+) -> Connector:
     """
     Raises:
         BadSettings, BadCluster: it cannot be used here.
@@ -251,7 +253,7 @@ def connector_of(settings: PlannerSettings, bus: Bus, roles: Sequence[Role], oth
     if settings.connector == "local":
         if settings.nats_url:
             raise BadSettings("--connector local needs the --data-dir of a `penstock up` instead of --nats-url")
-        return LocalWorkers(bus, Path(settings.data_dir).resolve(), others)
+        return LocalWorkers(bus, Path(settings.data_dir).resolve(), model, others)
     workloads: dict[Role, str] = {role: f"deployment/penstock-{role}" for role in roles}
     for text in settings.kubernetes_workloads:
         role, _, workload = text.partition("=")

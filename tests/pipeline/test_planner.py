@@ -1,6 +1,7 @@
 """``penstock plan`` on a real deployment: workers come under load and leave after it, and no request fails."""
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -148,3 +149,36 @@ async def test_a_model_without_requests_sleeps_stays_listed_and_answers_the_next
     last = [each for each in plans() if each.get("sleep")][-1]
     assert "idle" in last["changes"]["aggregated"]["reasons"]
     assert [each.name for each in two.state.processes if each.role == "worker" and not each.drained] == workers
+
+
+async def test_of_several_models_each_planner_adds_and_drains_its_own_workers(
+    new_deployment: NewDeployment, tmp_path: Path
+) -> None:
+    both = new_deployment("--mock-speedup", "0", "--workers", "1", "--model", "demo", "--model", "small=tiny")
+    names = ["demo", "small"]
+
+    def planned(most: str) -> list[Process]:
+        flags = (*("--data-dir", str(both.data_dir), "--connector", "local", "--interval-s", "0.5", "--json"),)
+        flags += ("--start-s", "0.5", "--drain-s", "5", "--down-after-s", "0.5", "--down-cooldown-s", "0.5")
+        counts = ("--min-workers", most, "--max-workers", most)
+        logs = [tmp_path / f"{name}-{most}.log" for name in names]
+        return [Process(log, "plan", *flags, *counts, "--model", name) for log, name in zip(logs, names, strict=True)]
+
+    async def answered(client: httpx.AsyncClient) -> None:
+        for name in names:
+            body = {"model": name, "prompt": "word", "max_tokens": 2, "ignore_eos": True}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    async def has_workers(client: httpx.AsyncClient, number: int) -> bool:
+        await answered(client)  # a planner decides from the first request on
+        return [len(running(both, f"{name}-worker")) for name in names] == [number, number]
+
+    async with httpx.AsyncClient(base_url=both.urls[0], timeout=30, trust_env=False) as client:
+        for most, what in ((2, "a second worker of both models"), (1, "one worker of each again")):
+            planning = planned(str(most))
+            try:
+                await until(functools.partial(has_workers, client, most), what, 40)
+            finally:
+                for each in planning:
+                    each.stop()
+        await answered(client)

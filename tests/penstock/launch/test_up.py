@@ -36,6 +36,7 @@ from penstock.launch.state import (
     DeploymentState,
     ask_for_cells,
     read_cells,
+    read_resume,
     read_state,
     write_cells,
     write_resume,
@@ -367,6 +368,13 @@ async def test_a_cell_that_lacks_workers_gets_one_of_another_cell_and_those_that
     await resume("worker-6")
     assert cells()["worker-6"] == 1, "although by its number it would be in the first one"
     assert await up.stop() == 0
+
+
+def test_processes_that_two_commands_ask_for_at_once_are_both_started(tmp_path: Path) -> None:
+    write_resume(tmp_path, ["worker-1"])
+    write_resume(tmp_path, ["demo-worker-1", "worker-1"])
+    assert read_resume(tmp_path) == ["worker-1", "demo-worker-1"]
+    assert read_resume(tmp_path) == []
 
 
 async def test_a_cell_whose_broker_cannot_start_is_left_out(tmp_path: Path) -> None:

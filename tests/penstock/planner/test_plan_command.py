@@ -45,19 +45,19 @@ def test_workloads_are_those_of_the_chart_unless_they_are_named() -> None:
         kubernetes_url="http://127.0.0.1:8001",
         kubernetes_workloads=("decode=leaderworkerset/big-decode",),
     )
-    connector = connector_of(settings, NOBODY, ("prefill", "decode"))
+    connector = connector_of(settings, NOBODY, "demo", ("prefill", "decode"))
     assert isinstance(connector, Replicas)
     assert list(connector._paths.values()) == [
         "/apis/apps/v1/namespaces/default/deployments/penstock-prefill/scale",
         "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets/big-decode/scale",
     ]
     with pytest.raises(BadSettings, match="roles here: aggregated"):
-        connector_of(settings, NOBODY, ("aggregated",))
+        connector_of(settings, NOBODY, "demo", ("aggregated",))
 
 
 def test_local_workers_are_those_of_a_data_folder() -> None:
     with pytest.raises(BadSettings, match="needs the --data-dir"):
-        connector_of(PlannerSettings(connector="local", nats_url="nats://h"), NOBODY, ("aggregated",))
+        connector_of(PlannerSettings(connector="local", nats_url="nats://h"), NOBODY, "demo", ("aggregated",))
 
 
 def test_bounds_that_exclude_each_other_are_refused() -> None:
@@ -110,9 +110,9 @@ def test_a_predicted_latency_that_is_infinite_is_left_out_of_json() -> None:
 
 def test_only_workers_of_this_machine_share_its_cores() -> None:
     remote = PlannerSettings(nats_url="nats://h")
-    assert not connector_of(remote, NOBODY, ("aggregated",)).one_machine
-    assert connector_of(PlannerSettings(), NOBODY, ("aggregated",)).one_machine
+    assert not connector_of(remote, NOBODY, "demo", ("aggregated",)).one_machine
+    assert connector_of(PlannerSettings(), NOBODY, "demo", ("aggregated",)).one_machine
     local = PlannerSettings(connector="local")
-    assert connector_of(local, NOBODY, ("aggregated",)).one_machine
+    assert connector_of(local, NOBODY, "demo", ("aggregated",)).one_machine
     cluster = PlannerSettings(connector="kubernetes", kubernetes_url="http://127.0.0.1:8001")
-    assert not connector_of(cluster, NOBODY, ("aggregated",)).one_machine
+    assert not connector_of(cluster, NOBODY, "demo", ("aggregated",)).one_machine
