@@ -42,7 +42,7 @@ from penstock.workers.engines.engine_protocol import (
     VisionEngine,
     kv_transfer_of,
 )
-from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
+from penstock.workers.kv_transfer.transport_protocol import DRAIN_S, TransferError, Transport
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, next_job, prompt_digests, stamps, ticket_id
 
@@ -97,7 +97,7 @@ class DisaggCoordinator:
         self._prefixes = prefixes if transport is not None else None
         self._computing_s = computing_s
         self._silent: dict[str, float] = {}  # source -> when it may be asked for a prefix again, monotonic
-        quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
+        quarantine_s = settings.transfer_timeout_s + settings.quarantine_s + DRAIN_S
         self.reserver = BlockReserver(engine, context.requests, quarantine_s)
         self._ledger = TransferLedger(bus, context.outbox, context.id, metrics)
         self._owner: Owner | None = None

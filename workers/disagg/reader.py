@@ -34,6 +34,30 @@ PIN_S = 0.05  # for a source to pin a prefix: it only looks at a table
 GRACE_S = 0.5  # how much later than the transfer timeout an owner may reply to a push
 
 
+class _Pushing:
+    """A push that an owner was asked for.
+
+    Attributes:
+        agent: of this worker, whose blocks are written.
+        settled: nothing is written any more.
+        timer: until when the owner may say so after the transfer has failed; None: it has not.
+    """
+
+    __slots__ = ("agent", "answer", "owner", "settled", "timer", "transport")
+
+    def __init__(self, owner: str, transport: Transport, agent: str) -> None:
+        self.owner = owner
+        self.transport = transport
+        self.agent = agent
+        self.answer: asyncio.Future[Pushed] = asyncio.get_running_loop().create_future()
+        self.settled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.timer: asyncio.TimerHandle | None = None
+
+    def reply(self, pushed: Pushed) -> None:
+        if not self.answer.done():
+            self.answer.set_result(pushed)
+
+
 class BlockReader:
     """Used from the event loop. ``open`` before use."""
 
@@ -54,7 +78,8 @@ class BlockReader:
         self._quarantine_s = quarantine_s
         self._inbox = bus.nc.new_inbox()
         self._numbers = itertools.count()
-        self._pushes: dict[str, tuple[str, asyncio.Future[Pushed]]] = {}  # by reply subject: owner, answer
+        self._pushes: dict[str, _Pushing] = {}  # by reply subject
+        self._closed = False
         self._tasks = bus.tasks.group("reader")
         self._sub: Any = None
 
@@ -62,9 +87,14 @@ class BlockReader:
         self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_pushed)
 
     async def close(self) -> None:
+        """The engine and its blocks stay, for the next session: what owners may still write to them is ended."""
+        self._closed = True
         await self._tasks.aclose()
-        for _, future in self._pushes.values():
-            future.cancel()
+        for reply, push in list(self._pushes.items()):
+            push.answer.cancel()
+            if push.timer is not None:
+                push.timer.cancel()
+                self._end_writes(reply)
         if self._sub is not None and self._bus.connected:
             await self._sub.unsubscribe()
 
@@ -168,66 +198,62 @@ class BlockReader:
         )
         began = time.monotonic()
         reply = f"{self._inbox}.{next(self._numbers)}"
-        answer: asyncio.Future[Pushed] = asyncio.get_running_loop().create_future()
-        self._pushes[reply] = ticket.worker, answer
-        settled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        push = self._pushes[reply] = _Pushing(ticket.worker, transport, order.endpoint.agent)
         try:
             await self._bus.nc.publish(self._bus.subjects.control(ticket.worker), wire.encode(order), reply=reply)
-            pushed = await asyncio.wait_for(asyncio.shield(answer), within_s + GRACE_S)
+            pushed = await asyncio.wait_for(asyncio.shield(push.answer), within_s + GRACE_S)
         except (NatsError, TimeoutError) as error:
-            # It may write at any later time, until it replies or this worker's agent is renewed.
-            self._spawn(self._await_settled(transport, reply, answer, settled))
-            raise TransferError("timeout", f"the owner did not answer: {error!r}", settled) from None
+            self._quarantine(reply)
+            raise TransferError("timeout", f"the owner did not answer: {error!r}", push.settled) from None
         except asyncio.CancelledError:
-            self._spawn(self._await_settled(transport, reply, answer, settled))
+            self._quarantine(reply)
             raise
+        if not pushed.settled:
+            self._quarantine(reply)
+        else:
+            self._settle(reply)
         if pushed.cause:
-            if pushed.settled:
-                settled.set_result(None)
-                del self._pushes[reply]
-            else:
-                self._spawn(self._await_settled(transport, reply, None, settled))
             cause: Any = pushed.cause
-            raise TransferError(cause, pushed.message, settled)
-        del self._pushes[reply]
+            raise TransferError(cause, pushed.message, push.settled)
         return pushed.bytes, time.monotonic() - began
 
-    async def _await_settled(
-        self,
-        transport: Transport,
-        reply: str,
-        answer: "asyncio.Future[Pushed] | None",
-        settled: "concurrent.futures.Future[None]",
-    ) -> None:
-        """Wait until the owner replies that it no longer writes, or this agent is renewed, which ends its writes."""
-        try:
-            over = False
-            if answer is None:
-                await asyncio.sleep(self._quarantine_s)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    over = (await asyncio.wait_for(answer, self._quarantine_s)).settled
-            if not over:
-                transport.renew()
-                await asyncio.wrap_future(transport.drained())
-        finally:
-            self._pushes.pop(reply, None)
-            settled.set_result(None)
+    def _quarantine(self, reply: str) -> None:
+        """The owner may write at any later time, until it replies that it no longer does, or this agent is renewed."""
+        within_s = 0.0 if self._closed else self._quarantine_s
+        self._pushes[reply].timer = asyncio.get_running_loop().call_later(within_s, self._end_writes, reply)
+
+    def _settle(self, reply: str) -> None:
+        push = self._pushes.pop(reply)
+        if push.timer is not None:
+            push.timer.cancel()
+        push.settled.set_result(None)
+
+    def _end_writes(self, reply: str) -> None:
+        push = self._pushes.pop(reply, None)
+        if push is None:
+            return
+        if push.transport.endpoint.agent == push.agent:
+            push.transport.renew()
+        push.transport.drained().add_done_callback(lambda _: push.settled.set_result(None))
 
     async def _on_pushed(self, message: Any) -> None:
-        pending = self._pushes.get(message.subject)
-        if pending is None or pending[1].done():
+        push = self._pushes.get(message.subject)
+        if push is None:
             return
         try:
-            pending[1].set_result(control.decode_pushed(message.data))
+            pushed = control.decode_pushed(message.data)
         except msgspec.MsgspecError as error:
-            pending[1].set_result(Pushed("refused", f"the owner's answer cannot be read: {error}", settled=False))
+            pushed = Pushed("refused", f"the owner's answer cannot be read: {error}", settled=False)
+        if push.timer is None:
+            push.reply(pushed)
+        elif pushed.settled:
+            self._settle(message.subject)
 
     def lost(self, worker: str) -> None:
         """An owner has left: it will not reply."""
-        for owner, answer in self._pushes.values():
-            if owner == worker and not answer.done():
-                answer.set_result(Pushed("peer_lost", "the owner of the blocks has left", settled=False))
+        for push in self._pushes.values():
+            if push.owner == worker:
+                push.reply(Pushed("peer_lost", "the owner of the blocks has left", settled=False))
 
     def _quarantined(self, ticket: Ticket, blocks: int, settled: "concurrent.futures.Future[None]") -> None:
         loop = asyncio.get_running_loop()

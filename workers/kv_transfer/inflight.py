@@ -30,6 +30,7 @@ from penstock.workers.kv_transfer import agent as blocks
 from penstock.workers.kv_transfer.agent import Agent, CopyOp, PeerLost, TransferRejected, pools_bytes
 from penstock.workers.kv_transfer.transport_protocol import (
     CAUSES,
+    DRAIN_S,
     Cause,
     TransferError,
     TransferResult,
@@ -154,7 +155,6 @@ class LoadedPeers:
 
 Op: TypeAlias = Literal["READ", "WRITE", "CONNECT"]
 WARM_BYTES = 4
-DRAIN_S = 4.0  # a closed connection's kernel keeps sending for UCX_TCP_USER_TIMEOUT (3 s) at most
 TICK_S = 0.05  # a longer pause does not count as draining: this process may have been stopped
 
 

@@ -322,6 +322,27 @@ async def test_a_stalled_transfer_ends_in_time_and_its_blocks_wait_in_quarantine
         await pair.free()
 
 
+async def test_no_earlier_session_s_writer_reaches_blocks_that_the_next_one_uses(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
+) -> None:
+    async with paired(broker, pipeline, host="", quarantine_s=30.0) as pair:
+        assert pair.decode.transport is not None
+        agent = pair.decode.transport.endpoint.agent
+        pair.network.stall(agent)
+        asked = request(PROMPT)
+        await send_jobs(log, pair, asked)
+        await log.end(asked)
+        assert (await pair.decode.stats()).reserved_blocks == 8
+        await pair.decode.session.fence()
+        await pair.decode.frees_everything()
+        assert agent not in pair.network.agents, "what the owner still writes would land in blocks of others"
+        await pair.decode.begin()
+        after = request(list(range(100, 130)))
+        await log.send_job(pair.decode.id, after, role="decode")
+        await log.end(after)
+        assert log.streamed(after) == answer(after)
+
+
 async def test_a_quarantine_without_end_is_ended_by_a_new_agent(log: LogClient, pair: Pair) -> None:
     assert pair.prefill.transport is not None
     assert pair.decode.transport is not None
