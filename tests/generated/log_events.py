@@ -547,6 +547,7 @@ MEANINGS = {
     "weights_missing": "a trainer's tensors came while this worker was away: it waits for the next ones",
     "weights_not_followed": "what operators ask of the weights is not known: the bucket cannot be read",
     "weights_paused": "this worker starts no request until it is resumed",
+    "kv_disk_hangs": "--kv-disk did not answer when the worker ended: what was not written to it is computed again",
     "kv_disk_opened": "a worker uses a folder for KV blocks, and found some from before",
     "kv_disk_paused": "KV blocks cannot be written to files, because the disk is full or fails; tried again later",
     "kv_file_failed": "a KV block was neither written to a file nor read; it is computed if it is needed",

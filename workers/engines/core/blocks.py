@@ -59,7 +59,7 @@ class BlockCopier(Protocol):
 
 
 class FileResult(NamedTuple):
-    """What became of a block that was to be written to a file or read from one. ``late``: it is still being read."""
+    """What became of a block that was to be written to a file or read from one. ``late``: that has not ended yet."""
 
     name: bytes
     read: bool
@@ -181,6 +181,7 @@ class DiskCache:
         self.parents: dict[bytes, bytes | None] = {}  # of ``writing``, which their files have in their names
         self.reading: dict[bytes, int] = {}
         self.late: set[bytes] = set()  # of ``reading``: until they have ended, nothing else is read
+        self.stuck: set[bytes] = set()  # of ``writing``: late; no idle engine waits for them
         self.void: set[bytes] = set()  # of ``writing``: what was forgotten meanwhile
         self.read_blocks = self.written_blocks = self.lost_blocks = 0  # since start
         self.changes = _Changes(DISK, wanted=kv_events)
@@ -253,8 +254,9 @@ class HostCache:
 
     @property
     def busy(self) -> bool:
-        """Whether files are being written or read: ``poll`` is to be called soon."""
-        return self.disk is not None and bool(self.disk.writing or self.disk.reading)
+        """Whether files are being written or read, and not late: ``poll`` is to be called soon."""
+        disk = self.disk
+        return disk is not None and len(disk.writing) + len(disk.reading) > len(disk.late) + len(disk.stuck)
 
     def save(self, name: bytes, parent: bytes | None, block: int, *, memory_only: bool = False) -> None:
         """A named block leaves the device; without a slot that can be reassigned it is lost.
@@ -410,7 +412,10 @@ class HostCache:
             return
         for name, read, ok, late in disk.files.results():
             if not read:
-                self._written(disk, name, ok=ok)
+                if late:
+                    disk.stuck.add(name)
+                else:
+                    self._written(disk, name, ok=ok)
                 continue
             for fetch in self._fetches:
                 fetch.waiting.discard(name)
@@ -418,7 +423,7 @@ class HostCache:
                 disk.late.add(name)
             else:
                 self._read(disk, name, ok=ok)
-        while self.unwritten and len(disk.writing) < MOST_WRITES:
+        while self.unwritten and not disk.stuck and len(disk.writing) < MOST_WRITES:
             name = next(iter(self.unwritten))
             slot = self.names[name]
             if slot in self._saves or name in disk.writing or not disk.files.write(name, self.parents[name], slot):
@@ -430,6 +435,7 @@ class HostCache:
         slot, parent = disk.writing.pop(name), disk.parents.pop(name)
         void = name in disk.void
         disk.void.discard(name)
+        disk.stuck.discard(name)
         if self.names.get(name) != slot:  # forgotten meanwhile
             self.free.append(slot)
         elif ok and not void:

@@ -9,6 +9,7 @@ Threads write and read, so no step waits for a disk. A disk that is full, or fai
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -32,13 +33,24 @@ log = structlog.get_logger("engine")
 READERS = 4
 MOST_QUEUED = 2 * MOST_WRITES  # writes and removals
 PAUSE_S = 60.0  # without writes, after one failed
-LATE_S = 5.0  # a sequence waits for a block; then it is computed
+LATE_S = 5.0  # a sequence waits for a block, or an idle engine for a write
 CLOSE_S = 5.0  # for what is being written
 UNUSED_S = 7 * 86400.0  # after which folders of workers that did not come back are removed
 MOST_WORKERS = 64  # of one layout on one folder
 _MAGIC = b"PSKV\x00\x00\x00\x01"
 _NO_PARENT = bytes(DIGEST_BYTES)
 _HEADER = struct.Struct(f"<8sQ16s{DIGEST_BYTES}s{DIGEST_BYTES}s32s")  # magic, bytes, layout, name, parent, checksum
+
+_FIXES = {
+    errno.EACCES: "name a folder that this user may write",
+    errno.EPERM: "name a folder that this user may write",
+    errno.EROFS: "mount it for writing, or name a folder on another disk",
+    errno.ENOSPC: "free space there, or name a folder on another disk",
+    errno.EDQUOT: "free some of this user's quota there, or name a folder on another disk",
+    errno.EEXIST: "name a folder instead of a file",
+    errno.ENOTDIR: "name a folder instead of a file",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+}
 
 
 class _Task(NamedTuple):
@@ -92,9 +104,10 @@ class FolderFiles:
             self._folder, self._lock = self._claim(top / self._layout.hex())
             self.present = self._scan()
         except OSError as error:
-            raise EngineError(f"--kv-disk {folder}: {error}; name a folder that this user may write") from error
+            fix = _FIXES.get(error.errno or 0, "name another folder, or leave --kv-disk out")
+            raise EngineError(f"--kv-disk {folder}: {error}; {fix}") from error
         self._done: deque[FileResult] = deque()
-        self._reads: dict[bytes, float] = {}  # since when they wait; those that are late are gone
+        self._awaited: dict[tuple[bytes, bool], float] = {}  # (name, read) -> since when; late ones are gone
         self._last_read = 0.0
         self._paused_until = 0.0
         self._closed = False
@@ -114,12 +127,13 @@ class FolderFiles:
     def write(self, name: bytes, parent: bytes | None, slot: int) -> bool:
         if self._clock() < self._paused_until or len(self._write_queue) >= MOST_QUEUED:
             return False
-        self._put(self._write_queue, _Task("write", name, parent, slot, self._ready(), self._clock()))
+        now = self._awaited[name, False] = self._clock()
+        self._put(self._write_queue, _Task("write", name, parent, slot, self._ready(), now))
         return True
 
     def read(self, name: bytes, parent: bytes | None, slot: int) -> None:
-        self._reads[name] = self._clock()
-        self._put(self._read_queue, _Task("read", name, parent, slot, self._ready(), self._clock()))
+        now = self._awaited[name, True] = self._clock()
+        self._put(self._read_queue, _Task("read", name, parent, slot, self._ready(), now))
 
     def remove(self, name: bytes, parent: bytes | None) -> None:
         self._put(self._write_queue, _Task("remove", name, parent, 0, _nothing, 0.0))
@@ -128,12 +142,12 @@ class FolderFiles:
         results: list[FileResult] = []
         while self._done:
             results.append(self._done.popleft())
-            self._reads.pop(results[-1].name, None)
-        if self._reads:
-            late = [name for name, since in self._reads.items() if self._clock() - since > LATE_S]
-            for name in late:
-                del self._reads[name]
-                results.append(FileResult(name, read=True, ok=False, late=True))
+            self._awaited.pop((results[-1].name, results[-1].read), None)
+        if self._awaited:
+            before = self._clock() - LATE_S
+            for name, read in [each for each, since in self._awaited.items() if since < before]:
+                del self._awaited[name, read]
+                results.append(FileResult(name, read, ok=False, late=True))
         return results
 
     def close(self) -> None:
@@ -145,6 +159,9 @@ class FolderFiles:
         deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):  # the disk hangs, and so might the calls below
+            log.warning("kv_disk_hangs", folder=str(self._folder), seconds=CLOSE_S)
+            return
         with contextlib.suppress(OSError):
             os.utime(self._lock)
         os.close(self._lock)

@@ -93,7 +93,7 @@ class Files:
                 self.slots.update({(slot, offset): content[offset] for offset in range(SIZE)})
             elif not read:
                 self.content[name] = [self.slots[slot, offset] for offset in range(SIZE)]
-        late = [FileResult(name, read=True, ok=False, late=True) for name, _, read in self.tasks if read and not ok]
+        late = [FileResult(name, read, ok=False, late=True) for name, _, read in self.tasks if not ok]
         return [FileResult(name, read, ok) for name, _, read in done] + late
 
     def close(self) -> None:
@@ -366,6 +366,25 @@ def test_a_full_disk_keeps_nothing_waiting() -> None:
     assert not rig.on_disk
     assert rig.engine.stats().disk_lost_blocks > 0
     assert not rig.engine.has_work(), "an idle engine does not wait for a disk"
+
+
+def test_an_idle_engine_does_not_look_at_a_disk_that_hangs_and_uses_it_when_it_is_back() -> None:
+    files = Files(((0, True),))
+    rig = Rig(12, 30, files=files)
+    for salt in range(2):
+        rig.engine.submit(request(salt, prompt(40, salt), 2, ignore_eos=True, root=ROOT))
+        while rig.scheduler.by_key:
+            rig.step()
+    assert files.tasks
+    assert rig.engine.has_work(), "writes of a disk that is only slow are awaited"
+    files.plan = ((0, False),)
+    rig.step()
+    assert not rig.engine.has_work()
+    files.plan = ((99, True),)
+    rig.run("b", prompt(9, 3), 2)
+    assert rig.on_disk
+    assert rig.disk is not None
+    assert not rig.disk.stuck
 
 
 def test_the_copier_is_closed() -> None:

@@ -1,5 +1,6 @@
 """KV blocks in files: as they were written, or not at all, whatever happened to the folder in between."""
 
+import errno
 import os
 import stat
 import time
@@ -196,7 +197,50 @@ def test_a_read_that_takes_long_is_late_and_ends_later(written: tuple[Path, Slot
     slow.close()
 
 
+def test_a_disk_that_hangs_is_late_and_keeps_no_worker_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, gate = [0.0], block_files.threading.Event()
+    slots = Slots()
+    hung = FolderFiles(
+        tmp_path, "kv", BYTES, slots.view, lambda: lambda: bool(gate.wait(20)) and None, clock=lambda: now[0]
+    )
+    assert hung.write(NAMES[0], None, 0)
+    assert hung.results() == []
+    now[0] += block_files.LATE_S + 1
+    assert hung.results() == [FileResult(NAMES[0], False, False, True)]
+    assert hung.results() == []
+    monkeypatch.setattr(block_files, "CLOSE_S", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(block_files.os, "close", lambda _: pytest.fail("this call hangs as well"))
+        hung.close()
+    gate.set()
+    assert results(hung, 1) == [FileResult(NAMES[0], False, True)]
+    hung.close()
+
+
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EngineError, match=r"file.*name a folder that this user may write"):
+    with pytest.raises(EngineError, match=r"file.*name a folder instead of a file"):
         files(tmp_path / "file", Slots())
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EROFS, "mount it for writing, or name a folder on another disk"),
+        (errno.EACCES, "name a folder that this user may write"),
+        (errno.ENOSPC, "free space there, or name a folder on another disk"),
+        (errno.ESTALE, "name another folder, or leave --kv-disk out"),
+    ],
+)
+def test_the_fix_fits_what_is_wrong_with_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(block_files.Path, "mkdir", fails)
+    with pytest.raises(EngineError) as raised:
+        files(tmp_path / "kv", Slots())
+    assert str(raised.value) == f"--kv-disk {tmp_path / 'kv'}: [Errno {number}] {os.strerror(number)}; {fix}"
