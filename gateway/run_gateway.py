@@ -21,7 +21,7 @@ from penstock.gateway.http.middleware import TrustedProxies, check_origins, with
 from penstock.gateway.http.server import ConnectionLimits, HttpServer
 from penstock.gateway.http.shared_socket import ConnectionCounts
 from penstock.gateway.http.tls import BadCertificate, Certificate
-from penstock.gateway.nats.api import NatsApi
+from penstock.gateway.nats.services import NatsApi
 from penstock.gateway.service.gateway import CellLink, Gateway, named_models
 from penstock.gateway.service.model_store import report_ignored
 from penstock.infra.bus import loop_lag

@@ -18,8 +18,7 @@ from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.stream_fill import StreamMetrics
 from penstock.infra.bus.tasks import Stop, count_tasks
-from penstock.infra.metrics.page import PortTaken, check_port, serve_page
-from penstock.infra.metrics.scope import process_scope
+from penstock.infra.metrics.scope import PortTaken, check_port, process_scope, serve_page
 from penstock.infra.nats_server.datadir import users_of
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.router.service.router import Router

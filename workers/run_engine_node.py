@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import Tree
-from penstock.infra.metrics.page import check_port, serve_page
+from penstock.infra.metrics.scope import check_port, serve_page
 from penstock.infra.model import modeldir
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external.nodes import JoinRequest, NodeFollower, place_of

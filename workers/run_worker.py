@@ -7,7 +7,7 @@ import structlog
 
 from penstock.configs import logs
 from penstock.configs.settings import WorkerSettings, named
-from penstock.infra.metrics.page import PortTaken, check_port
+from penstock.infra.metrics.scope import PortTaken, check_port
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError

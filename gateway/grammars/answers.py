@@ -1,10 +1,16 @@
-"""The grammar of a whole answer: reasoning within a budget, then calls, content, or either."""
+"""Grammars of a whole answer: reasoning within a budget, then calls or content; and of structural tags. Pure.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+Structural tags are those of vLLM, SGLang and xgrammar: the parts of an output between marks must match. The older form
+has structures and triggers, the newer one a format that is a tree:
+https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_format.html
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from penstock.gateway.grammars.calls import CallGrammar, Tool
 from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
+from penstock.infra.constraints.constraint_grammar import quoted
 from penstock.infra.text.parsers.families import Thoughts
 
 LAYOUT = r"/\n{0,2}/"  # between reasoning and what follows
@@ -102,3 +108,139 @@ def _harmony(writer: GrammarWriter, content: str | None, calls: CallRules | None
         return f"{before} {final}"
     called = calls.grammar.calls(writer, calls.tools, one=True)
     return f"{before} {called}" if calls.must else f"{before} ({called} | {final})"
+
+
+MOST_PARTS = 512
+ANY = f"/{ANY_TEXT}/"
+
+
+class BadTag(ValueError):
+    """It is not of the form; the text says which part."""
+
+
+def write_tags(writer: GrammarWriter, tag: dict[str, Any]) -> str:
+    """A rule for the whole output.
+
+    Raises:
+        BadTag: a part is missing or of another type.
+        CannotExpress: a part is of a kind that is not supported.
+    """
+    return _Tags(writer).whole(tag)
+
+
+class _Tags:
+    def __init__(self, writer: GrammarWriter) -> None:
+        self._writer = writer
+        self._left = MOST_PARTS
+        self._kinds: dict[str, Callable[[dict[str, Any]], str]] = {
+            "any_text": lambda part: self._rule(ANY),
+            "const_string": lambda part: quoted(_text(part, "value")),
+            "grammar": self._grammar,
+            "json_schema": lambda part: writer.json(_get(part, "json_schema", (dict, bool))),
+            "or": lambda part: self._rule(" | ".join(map(self._part, _list(part, "elements")))),
+            "regex": lambda part: self._rule(_slashed(_text(part, "pattern"))),
+            "sequence": lambda part: self._rule(" ".join(map(self._part, _list(part, "elements")))),
+            "tag": lambda part: self._rule(self._tag(part, part.get("content"))),
+            "tags_with_separator": self._separated,
+            "triggered_tags": self._triggered,
+        }
+
+    def whole(self, tag: dict[str, Any]) -> str:
+        if "format" in tag:
+            return self._part(_get(tag, "format", dict))
+        structures = [
+            each | {"content": {"type": "json_schema", "json_schema": each.get("schema") or {}}}
+            for each in _list(tag, "structures")
+            if isinstance(each, dict)
+        ]
+        return self._triggered({"triggers": tag.get("triggers"), "tags": structures})
+
+    def _rule(self, body: str) -> str:
+        return self._writer.rule(body)
+
+    def _part(self, part: Any) -> str:
+        self._left -= 1
+        if self._left < 0:
+            raise BadTag(f"it has more than {MOST_PARTS} parts")
+        if not isinstance(part, dict):
+            raise BadTag("each part must be an object with a type")
+        kind = part.get("type")
+        if not isinstance(kind, str) or kind not in self._kinds:
+            raise CannotExpress(f"type {str(kind)[:40]!r} is not supported; use one of {', '.join(self._kinds)}")
+        return self._kinds[kind](part)
+
+    def _grammar(self, part: dict[str, Any]) -> str:
+        raise CannotExpress("type 'grammar' is not supported within a structural tag; use regex or json_schema")
+
+    def _tag(self, part: dict[str, Any], content: Any, cut: str = "") -> str:
+        """``begin``, without what ``cut`` is of it, to ``end``."""
+        begin, ends = _text(part, "begin"), part.get("end", "")
+        ends = [ends] if isinstance(ends, str) else ends
+        if not isinstance(ends, list) or not ends or not all(isinstance(each, str) for each in ends):
+            raise BadTag("end must be a text or a list of texts")
+        lead = self._writer.literal(begin[len(cut) :]) if len(begin) > len(cut) else ""
+        if isinstance(content, dict) and content.get("type") == "any_text":
+            if not all(ends):
+                raise BadTag("any_text needs an end")
+            return f"{lead} ({' | '.join(self._writer.text_until(each) for each in ends)})"
+        closing = " | ".join(self._writer.literal(each) if each else '""' for each in ends)
+        return f"{lead} {self._part(content)} ({closing})"
+
+    def _separated(self, part: dict[str, Any]) -> str:
+        tags = [self._rule(self._tag(each, each.get("content"))) for each in _objects(part, "tags")]
+        one = self._rule(" | ".join(tags))
+        separator = quoted(_text(part, "separator"))
+        many = one if part.get("stop_after_first") else f"{one} ({separator} {one})*"
+        return self._rule(many if part.get("at_least_one") else f"({many})?")
+
+    def _triggered(self, part: dict[str, Any]) -> str:
+        """Any text; where it has a trigger, one of the tags that begin with it follows."""
+        triggers, tags = _list(part, "triggers"), _objects(part, "tags")
+        if not triggers or not all(isinstance(each, str) and each for each in triggers):
+            raise BadTag("triggers must be a list of texts")
+        begun: list[str] = []
+        for trigger in triggers:
+            own = [each for each in tags if _text(each, "begin").startswith(trigger)]
+            if not own:
+                raise BadTag(f"no tag begins with the trigger {trigger[:40]!r}")
+            rest = self._rule(" | ".join(f"({self._tag(each, each.get('content'), trigger)})" for each in own))
+            begun.append(f"{self._writer.text_until(trigger)} {rest}")
+        for each in tags:
+            if not _text(each, "begin").startswith(tuple(triggers)):
+                raise BadTag(f"the tag {each['begin'][:40]!r} begins with none of the triggers")
+        one = self._rule(" | ".join(f"({each})" for each in begun))
+        tail = self._writer.text_without(*triggers)
+        if part.get("stop_after_first"):
+            return self._rule(one if part.get("at_least_one") else f"({one} | {tail})")
+        return self._rule(f"{one}{'+' if part.get('at_least_one') else '*'} {tail}")
+
+
+def _slashed(pattern: str) -> str:
+    escaped = pattern.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
+    return f"/{escaped}/"
+
+
+def _get(part: dict[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
+    value = part.get(name)
+    if not isinstance(value, kinds):
+        raise BadTag(f"{name} is missing or of another type")
+    return value
+
+
+def _text(part: dict[str, Any], name: str) -> str:
+    value: str = _get(part, name, str)
+    return value
+
+
+def _list(part: dict[str, Any], name: str) -> Sequence[Any]:
+    value: list[Any] = _get(part, name, list)
+    if not value:
+        raise BadTag(f"{name} is empty")
+    return value
+
+
+def _objects(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    found = _list(part, name)
+    if not all(isinstance(each, dict) for each in found):
+        raise BadTag(f"{name} must be a list of objects")
+    return list(found)

@@ -1,4 +1,4 @@
-"""Request/reply over NATS: ask (run now), read (an answer again, from any message number on), cancel."""
+"""The NATS API of a gateway, and its request/reply part: ask (run now), read (an answer again), cancel."""
 
 import asyncio
 import contextlib
@@ -17,6 +17,7 @@ from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, KeyedSlots, ReplyPublisher
 from penstock.gateway.nats.messages import failure
 from penstock.gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
+from penstock.gateway.nats.submissions import Submissions
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.tasks import Tasks, as_serving_error
 from penstock.schemas.errors import Code, ServingError
@@ -331,3 +332,43 @@ class Services:
 def _stopping(request_id: str) -> ServingError:
     goes_on = f"request {request_id} continues: read its answer at ps.read" if request_id else "try again"
     return ServingError(Code.shutting_down, f"this gateway is stopping; {goes_on}", retry_after=1.0)
+
+
+class NatsApi:
+    """
+    Args:
+        tasks: of the process; if one of the background tasks fails, the process shuts down.
+    Attributes:
+        submissions: requests from the tenants' streams.
+        services: requests and questions that are answered at once.
+    """
+
+    def __init__(self, gateway: Gateway, tasks: Tasks) -> None:
+        self._tasks = tasks.group("nats")
+        delivery = AnswerDelivery(gateway)
+        self._table = gateway.tenants
+        self._table.on_joined, self._table.on_left = self._joined, self._left
+        acceptor = RequestAcceptor(gateway, self._table, delivery)
+        self.submissions = Submissions(gateway, acceptor, delivery, self._tasks)
+        self.services = Services(gateway, self._table, acceptor, delivery, self._tasks)
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServingError: the tenants cannot be read.
+        """
+        await self.submissions.start()
+        await self._table.start()
+        await self.services.start()
+
+    async def close(self, timeout: float) -> None:
+        """Take nothing more and wait ``timeout`` seconds for open answers; the rest is left to other gateways."""
+        await asyncio.gather(self.services.close(timeout), self.submissions.close(timeout))
+        await self._table.stop()
+        await self._tasks.aclose()
+
+    def _joined(self, tenant: str) -> None:
+        self.submissions.add_tenant(tenant)
+
+    def _left(self, tenant: str) -> None:
+        self.submissions.remove_tenant(tenant)

@@ -2,7 +2,7 @@
 
 An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task: waiting
 uses a future, and the gateway's periodic sweep ends overdue requests. While a client does not read, its full buffer
-drops live items; they are read from the log when the client continues (``penstock.gateway.request_log.catch_up``).
+drops live items; they are read from the log when the client continues (``penstock.gateway.request_log.subscriptions``).
 """
 
 import asyncio

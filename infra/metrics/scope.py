@@ -1,21 +1,19 @@
-"""Counters, gauges and histograms that carry the labels of their place in a deployment.
+"""Counters, gauges and histograms that carry the labels of their place in a deployment, and the port of their page.
 
 A process has one scope with labels such as its namespace and component, and scopes below it for parts with labels of
 their own, such as a data-parallel rank. A metric carries the labels of its scope and of those above it. They are added
-when the metrics are read, so that counting costs nothing more.
-
-Names that Prometheus accepts, made from any text.
-
-Counters and histograms that one thread writes: a sixth of the cost of those that all may write.
+when the metrics are read, so that counting costs nothing more. Counters and histograms that one thread writes cost a
+sixth of those that all may write.
 """
 
 import itertools
 import re
+import socket
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -345,3 +343,42 @@ def _labelled(family: Metric, labels: Mapping[str, str]) -> Metric:
         own = {(f"exported_{name}" if name in labels else name): value for name, value in sample.labels.items()}
         metric.samples.append(Sample(sample.name, {**labels, **own}, *sample[2:]))
     return metric
+
+
+class PortTaken(Exception):
+    """The page cannot be served; the text says why and what to do."""
+
+
+def check_port(host: str, port: int) -> None:
+    """
+    Args:
+        port: 0: there is no page.
+    Raises:
+        PortTaken: another process listens there, or the address is not this machine's.
+    """
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the page itself does
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise _taken(host, port, error) from None
+
+
+def serve_page(host: str, port: int, registry: CollectorRegistry) -> None:
+    """Serve the page in a thread of its own until the process ends; nothing happens with port 0.
+
+    Raises:
+        PortTaken: as ``check_port``.
+    """
+    if port:
+        try:
+            start_http_server(port, host, registry=registry)
+        except OSError as error:
+            raise _taken(host, port, error) from None
+
+
+def _taken(host: str, port: int, error: OSError) -> PortTaken:
+    return PortTaken(f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port")

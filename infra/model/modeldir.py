@@ -13,8 +13,7 @@ from penstock import configs
 from penstock.infra.model import defaults as generation_defaults
 from penstock.infra.model import patch_grid, text_files
 from penstock.infra.model.defaults import BadDefaults, GenerationDefaults, Length, of_text
-from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
-from penstock.infra.model.patch_grid import BadGrid, PatchGrid
+from penstock.infra.model.patch_grid import BadGrid, BadTiles, PatchGrid, Tiles, tiles_of
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from penstock.infra.model.weight_files import (
     MISTRAL_PARAMS,

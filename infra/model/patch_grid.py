@@ -1,8 +1,12 @@
-"""How models that see at any resolution cut images and videos into patches (Qwen2-VL, Qwen2.5-VL). Pure.
+"""How models that see at any resolution cut images and videos, and how many embeddings that makes. Pure.
 
-An image keeps its shape: it is resized to multiples of a few patches, within a number of pixels, and each square of
-merged patches becomes one embedding. Of a video, frames are sampled evenly; so many neighbouring ones are one step in
-time. The rules are those of transformers' Qwen2VLImageProcessor and Qwen2VLVideoProcessor.
+Qwen2-VL and Qwen2.5-VL keep an image's shape: it is resized to multiples of a few patches, within a number of pixels,
+and each square of merged patches becomes one embedding. Of a video, frames are sampled evenly; so many neighbouring
+ones are one step in time. The rules are those of transformers' Qwen2VLImageProcessor and Qwen2VLVideoProcessor.
+
+LLaVA-NeXT (LLaVA 1.6) sees each image twice: whole, at the size of one tile, and on the canvas of several tiles that
+suits its shape best. Rows that only pad the canvas are left out, and each row of patches ends with a learnt embedding.
+The rules are those of transformers' LlavaNextProcessor.
 """
 
 import math
@@ -206,3 +210,73 @@ def _pixels(name: str, settings: Mapping[str, Any], least: int, most: int) -> tu
     if not all(isinstance(each, int) for each in found) or not 0 < found[0] <= found[1]:
         raise BadGrid(f"the {name} processor takes {found[0]!r} to {found[1]!r} pixels")
     return found[0], found[1]
+
+
+class BadTiles(ValueError):
+    """The configuration has no usable sizes of canvases."""
+
+
+class Tiles(NamedTuple):
+    """
+    Attributes:
+        side: of a tile, pixels.
+        patches: rows, and columns, of patches of a tile.
+        canvases: (height, width) in pixels, multiples of ``side``.
+        base: embeddings of the whole image.
+    """
+
+    side: int
+    patches: int
+    canvases: tuple[tuple[int, int], ...]
+    base: int
+
+    def canvas(self, height: int, width: int) -> tuple[int, int]:
+        """The canvas that keeps most of an image's pixels, and of those the one that pads least."""
+
+        def fit(canvas: tuple[int, int]) -> tuple[int, int]:
+            scale = min(canvas[1] / width, canvas[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - canvas[0] * canvas[1]
+
+        return max(self.canvases, key=fit)  # of equal ones the first
+
+    def tokens(self, height: int, width: int) -> int:
+        """Embeddings of an image of this size in pixels."""
+        canvas = self.canvas(height, width)
+        rows, columns = (size // self.side * self.patches for size in canvas)
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        return self.base + rows * columns + rows
+
+    @property
+    def most(self) -> int:
+        """Embeddings of an image that fills the largest canvas."""
+        return max(self.tokens(*canvas) for canvas in self.canvases)
+
+
+def tiles_of(config: Mapping[str, Any], base: int) -> Tiles:
+    """
+    Args:
+        config: content of config.json.
+        base: embeddings of the whole image.
+
+    Raises:
+        BadTiles: a key is missing or malformed; the text names it.
+    """
+    tower = config.get("vision_config") or {}
+    side, patch = tower.get("image_size"), tower.get("patch_size")
+    points = config.get("image_grid_pinpoints")
+    listed = list(points) if isinstance(points, list | tuple) else []
+    canvases = tuple((each[0], each[1]) for each in listed if _is_pair(each))
+    if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side:
+        raise BadTiles(f"config.json has vision_config with image_size {side} and patch_size {patch}")
+    wrong = [size for canvas in canvases for size in canvas if size < side or size % side]
+    if not canvases or len(canvases) != len(listed) or wrong:
+        raise BadTiles(f"config.json has image_grid_pinpoints {str(points)[:80]}: expected multiples of {side} pixels")
+    return Tiles(side, side // patch, canvases, base)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, int) for each in value)

@@ -221,8 +221,8 @@ COMMANDS = {
     ),
     "plan simulate": Command(
         "try the planner on a load in simulated time, beside fleets of a fixed size",
-        "penstock.planner.simulation.simulate_command:run",
-        "penstock.planner.simulation.simulate_command:PlanSimulationSettings",
+        "penstock.planner.simulate_command:run",
+        "penstock.planner.simulate_command:PlanSimulationSettings",
     ),
     "bench index": Command("measure the routing index", "tests.perf.index:main", NOTHING),
     "eval demo": Command(

@@ -9,19 +9,26 @@ Every answer arrives complete, each part once and in order, even if a broker, ga
 A position (``answer.position``, ``stream.position``) saved as text is enough for another process to continue.
 """
 
-from .answers import Answer, Choice, Chunk, Function, Message, Position, ToolCall, Usage
-from .client import Call, Client, Stream
-from .errors import (
+from .answers import (
+    Answer,
     Cancelled,
+    Choice,
+    Chunk,
     Conflict,
     DeadlineExceeded,
     Disconnected,
+    Function,
     InvalidRequest,
+    Message,
     NotFound,
     Overloaded,
     PenstockError,
+    Position,
     Timeout,
+    ToolCall,
+    Usage,
 )
+from .client import Call, Client, Stream
 
 __all__ = [
     "Answer",

@@ -11,9 +11,8 @@ from uuid import uuid4
 import msgspec
 from nats.errors import Error as NatsError
 
-from .answers import Answer, Chunk, Kind, Position, read_answer, read_chunk, read_error
+from .answers import Answer, Chunk, Kind, NotFound, PenstockError, Position, error, read_answer, read_chunk, read_error
 from .connection import Connection, connect
-from .errors import NotFound, PenstockError, error
 from .reader import AGAIN_S, HEADER_CONTENT_TYPE, HEADER_ERROR, HEADER_KEY, AnswerReader, ReplyMessage, Submission
 
 TIMEOUT_S = 600.0  # the gateway's default deadline of a request

@@ -12,7 +12,7 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.transport import TcpTransport
 from nats.errors import Error as NatsError
 
-from .errors import error
+from .answers import error
 
 CONNECT_S = 10.0
 CLOSE_S = 5.0

@@ -13,9 +13,8 @@ import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
-from .answers import read_error
+from .answers import PenstockError, error, read_error
 from .connection import Connection
-from .errors import PenstockError, error
 
 MAX_AHEAD = 4096  # messages kept while earlier ones are missing; later ones are read again
 

@@ -26,7 +26,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, distributed
 
-from .errors import PenstockError, error
+from .answers import PenstockError, error
 
 BUCKET_BYTES = 256 << 20
 JOIN_S = 60.0  # for all workers to join

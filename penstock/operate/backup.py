@@ -31,9 +31,16 @@ from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import config_of
 from penstock.infra.nats_server.apply_streams import stream_configs
 from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable
-from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, existing_info, request
+from penstock.infra.nats_server.jetstream_api import (
+    BrokerProblem,
+    Config,
+    SnapshotHead,
+    existing_info,
+    request,
+    restore_snapshot,
+    take_snapshot,
+)
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.infra.nats_server.stream_snapshot import SnapshotHead, restore_snapshot, take_snapshot
 from penstock.launch.nats import apply_at
 from penstock.log_tools.requests.find_requests import LoggedRequest, unfinished
 from penstock.log_tools.sources.open_log import CONNECT_S, LogSource, cells_of, open_cells, run_command

@@ -28,7 +28,7 @@ from typing import Any
 
 from penstock.infra.model import modeldir
 from penstock.launch.state import DeploymentState, read_state
-from penstock.measure.generator.pool import WORDS
+from penstock.measure.load_generator import WORDS
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads")  # fmt: skip

@@ -34,7 +34,7 @@ from penstock.infra.bus.client import Frame, FrameReader, publish_command
 from penstock.infra.bus.puller import ACK, pull_request, sequence
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at, connect_operator
-from penstock.measure.generator.lag import loop_factory
+from penstock.measure.load_generator import loop_factory
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.perf.cpu import cpu_of
 

@@ -25,9 +25,18 @@ from rich.table import Table
 from penstock.cli.figures import quantile
 from penstock.cli.terminal import progress_bar, stdout
 from penstock.launch.state import read_state
-from penstock.measure.generator.lag import loop_factory, own_seconds
-from penstock.measure.generator.pool import WORDS, ClosedLoop, ConnectionPool, Exchange
-from penstock.measure.generator.target import BadTarget, HttpTarget, ask, parse_target
+from penstock.measure.load_generator import (
+    WORDS,
+    BadTarget,
+    ClosedLoop,
+    ConnectionPool,
+    Exchange,
+    HttpTarget,
+    ask,
+    loop_factory,
+    own_seconds,
+    parse_target,
+)
 from penstock.measure.sweep.figures import FEW, BadSlo, Slo, itl_s, slo_of
 from penstock.measure.sweep.report import MARK
 from tests.perf.cpu import cpu_of

@@ -30,9 +30,16 @@ from typing import Any, NamedTuple
 
 from penstock.cli.figures import quantile
 from penstock.launch.state import DeploymentState, read_state
-from penstock.measure.generator.lag import loop_factory
-from penstock.measure.generator.pool import WORDS, ClosedLoop, ConnectionPool, Exchange, send_in_time
-from penstock.measure.generator.target import HttpTarget, parse_target
+from penstock.measure.load_generator import (
+    WORDS,
+    ClosedLoop,
+    ConnectionPool,
+    Exchange,
+    HttpTarget,
+    loop_factory,
+    parse_target,
+    send_in_time,
+)
 from tests.perf.cpu import cpu_of
 from tests.perf.registrations import running
 

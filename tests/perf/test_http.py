@@ -11,10 +11,9 @@ import pytest
 import uvloop
 
 from penstock.launch.state import DeploymentState, Running, write_state
-from penstock.measure.generator.pool import Exchange
-from penstock.measure.generator.target import HttpTarget
+from penstock.measure.load_generator import Exchange, HttpTarget
 from penstock.measure.sweep.figures import Slo
-from tests.penstock.measure.generator.support import TOKENS, serving
+from tests.penstock.measure.load_generator.support import TOKENS, serving
 from tests.perf.cpu import cpu_seconds
 from tests.perf.http import BenchFailed, Requests, Settings, Stage, Tally, _measure, _target, figures, report
 

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from penstock.measure.generator.target import HttpTarget
+from penstock.measure.load_generator import HttpTarget
 from tests.perf.no_store import MIX, Half, Pair, Task, compare, requests
 
 PLAIN = Half(1000, 0, {"gateway-0": 300.0, "nats": 100.0}, 5.0, 40.0, 8000.0, 14_000.0)

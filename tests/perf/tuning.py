@@ -30,7 +30,7 @@ from penstock.infra.bus import object_store
 from penstock.infra.model.modeldir import DEMO
 from penstock.infra.process import gc_policy, turns
 from penstock.infra.text.encoder import TextEncoder
-from penstock.measure.generator.pool import WORDS
+from penstock.measure.load_generator import WORDS
 from penstock.router.state import radix_tree
 from penstock.workers.runners import embedding_runner
 

@@ -30,8 +30,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker, Subscriber
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import count_tasks
-from penstock.infra.metrics.page import serve_page
-from penstock.infra.metrics.scope import process_scope
+from penstock.infra.metrics.scope import process_scope, serve_page
 from penstock.schemas import control, wire
 from penstock.schemas.control import HURRY
 from penstock.schemas.errors import ServingError

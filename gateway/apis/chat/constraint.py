@@ -11,9 +11,8 @@ import msgspec
 
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest, ToolChoice, resolve_tool_choice
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, unsupported
-from penstock.gateway.grammars.answers import CallRules, Reasoning, write_answer
+from penstock.gateway.grammars.answers import BadTag, CallRules, Reasoning, write_answer, write_tags
 from penstock.gateway.grammars.calls import Tool, call_grammar
-from penstock.gateway.grammars.structural_tags import BadTag, write_tags
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
 from penstock.infra.constraints.constraint_grammar import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, around, quoted
 from penstock.infra.constraints.schema_rewriting import texts_of

@@ -9,7 +9,7 @@ Each module lists its rules by the question that they answer; ``RULES`` here has
 
 from collections.abc import Iterable
 
-from penstock.infra.engine_args.rules import features, kv_cache, parallelism, steps
+from penstock.infra.engine_args.rules import features, parallelism, steps
 from penstock.infra.engine_args.rules.rule import Context, EngineRole, Finding, Level, Rule, up
 from penstock.infra.engine_args.schema import EngineArgs
 
@@ -20,8 +20,8 @@ RULES: tuple[Rule, ...] = tuple(
         (
             *parallelism.PARALLELISM_RULES,
             *parallelism.MOE_RULES,
-            *kv_cache.MEMORY_RULES,
-            *kv_cache.KV_CACHE_RULES,
+            *features.MEMORY_RULES,
+            *features.KV_CACHE_RULES,
             *features.DISAGGREGATION_RULES,
             *steps.BATCHING_RULES,
             *steps.SCHEDULING_RULES,

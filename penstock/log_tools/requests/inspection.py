@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.cli.figures import counted
 from penstock.infra.bus.direct_get import format_time
-from penstock.log_tools.timeline.events import (
+from penstock.log_tools.timeline.request_timeline import (
     AttemptReturned,
     AttemptRevoked,
     BlocksHandedOff,
@@ -25,14 +25,13 @@ from penstock.log_tools.timeline.events import (
     RequestDone,
     RequestQueued,
     RequestRouted,
+    RequestTimeline,
     StageAssigned,
     TimelineEvent,
     TokensStored,
     TransferReported,
 )
-from penstock.log_tools.timeline.request_timeline import RequestTimeline
-from penstock.log_tools.traces.span import in_order
-from penstock.log_tools.traces.spans import spans
+from penstock.log_tools.traces.spans import in_order, spans
 from penstock.schemas.done import Done, request_of
 from penstock.schemas.jobs import Candidate, EarlierWorker, LowerTiers, Move
 from penstock.schemas.requests import GenerateRequest, cell_in
@@ -181,7 +180,7 @@ def _generated(made: Sequence[Phase], last: Phase, streamed: Sequence[int]) -> I
 
 
 class InspectedEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event, as text. ``penstock.log_tools.timeline.events`` says whose clock ``at_ns`` is from.
+    """One event, as text. ``penstock.log_tools.timeline.request_timeline`` says whose clock ``at_ns`` is from.
 
     For a routing decision, ``candidates`` is its score table, and ``decided_at`` the stream sequences it was based on.
     """

@@ -17,9 +17,8 @@ from penstock.cli.figures import counted, span
 from penstock.cli.terminal import Column, escape, fitting_table
 from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last_of, read
 from penstock.log_tools.requests.find_requests import unfinished
-from penstock.log_tools.timeline.events import PromptPrefilled, TokensStored
 from penstock.log_tools.timeline.read import window
-from penstock.log_tools.timeline.request_timeline import RequestTimeline, StageRun
+from penstock.log_tools.timeline.request_timeline import PromptPrefilled, RequestTimeline, StageRun, TokensStored
 from penstock.schemas import done, jobs
 from penstock.schemas.done import Done
 from penstock.schemas.jobs import Job, Revoke, rank_of

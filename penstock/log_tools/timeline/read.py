@@ -16,8 +16,7 @@ import msgspec
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read
 from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.open_log import Log, LogSource, open_cells
-from penstock.log_tools.timeline.events import TokensStored
-from penstock.log_tools.timeline.request_timeline import RequestTimeline
+from penstock.log_tools.timeline.request_timeline import RequestTimeline, TokensStored
 from penstock.schemas import done, jobs, requests, tokens
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, request_of_answer, time_of

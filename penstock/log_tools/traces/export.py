@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.log_tools.traces.span import Span
+from penstock.log_tools.traces.spans import Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource

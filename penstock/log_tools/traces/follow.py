@@ -23,8 +23,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, lifetime, read
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.export import Sink
-from penstock.log_tools.traces.span import Span
-from penstock.log_tools.traces.spans import spans
+from penstock.log_tools.traces.spans import Span, spans
 from penstock.schemas import done, jobs, requests, wire
 from penstock.schemas.done import Done, Returned
 from penstock.schemas.errors import Code, ServingError

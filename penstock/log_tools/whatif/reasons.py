@@ -11,13 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from penstock.log_tools.whatif.change import PlacementChange, redecide
-from penstock.log_tools.whatif.decided_again import (
+from penstock.log_tools.whatif.change import (
+    PlacementChange,
     candidates_of,
     decide_again,
     recorded_cost,
     recorded_route,
     recorded_size,
+    redecide,
 )
 from penstock.router.placement.cost import RequestSize
 from penstock.router.placement.routing import TIE, Weights

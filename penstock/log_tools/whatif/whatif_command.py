@@ -22,11 +22,11 @@ from penstock.log_tools.whatif.change import (
     Redecided,
     RequestDistribution,
     WhatIfReport,
+    insufficient,
     ms_per_token,
     redecide,
     report,
 )
-from penstock.log_tools.whatif.decided_again import insufficient
 from penstock.log_tools.whatif.reasons import UNLISTED, DecisionReasons, Sample, reasons
 from penstock.router.placement.routing import Weights
 from penstock.schemas import jobs

@@ -6,8 +6,17 @@ worker does. HTTP, NATS and Python add to the times of a real deployment; ``pens
 
 from collections.abc import Callable, Iterable
 
-from penstock.measure.profile import grid
-from penstock.measure.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
+from penstock.measure.profile.data import (
+    RESERVE,
+    Decode,
+    DecodePoint,
+    Prefill,
+    Profile,
+    Setup,
+    concurrencies,
+    kv_usage,
+    prefill_throughput,
+)
 from penstock.measure.simulation.engine import MAX_SEQUENCES, EngineSequence, SimulatedEngine, decode_ns
 
 BLOCKS, BLOCK_SIZE = 16_384, 32  # as a mock worker's
@@ -32,7 +41,7 @@ def modelled(
     prefill, decode = Prefill(), Decode(max_kv_tokens=setup.max_kv_tokens)
     for isl in lengths:
         ttft = ttft_ms(isl)
-        throughput = grid.prefill_throughput(isl, ttft, setup.gpus, setup.attention_dp)
+        throughput = prefill_throughput(isl, ttft, setup.gpus, setup.attention_dp)
         prefill = prefill.added(isl, round(ttft, 4), round(throughput, 3))
     for isl, level in levels:
         context = isl + setup.osl / 2
@@ -40,7 +49,7 @@ def modelled(
         point = DecodePoint(
             isl=isl,
             concurrency=level,
-            kv_usage=round(grid.kv_usage(context, level, setup.max_kv_tokens), 5),
+            kv_usage=round(kv_usage(context, level, setup.max_kv_tokens), 5),
             context=context,
             itl_ms=round(itl, 4),
             throughput=round(level / itl * 1e3 / setup.gpus, 3),
@@ -80,13 +89,13 @@ def mock_profile(
     return modelled(
         setup,
         "timing model of the mock engine",
-        [isl for isl in lengths if isl <= max_context - grid.RESERVE],
+        [isl for isl in lengths if isl <= max_context - RESERVE],
         lambda isl: prompt_ms(isl, blocks, block_size) * slowness,
         [
             (isl, level)
             for isl in lengths
             if isl <= max_context - osl
-            for level in grid.concurrencies(isl + osl, pool, max_sequences, _POINTS)
+            for level in concurrencies(isl + osl, pool, max_sequences, _POINTS)
         ],
         lambda level, context: decode_ns(round(context * level), pool) / 1e6 * slowness,
     )

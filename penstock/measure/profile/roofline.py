@@ -24,8 +24,7 @@ from penstock.infra.engine_args import memory_estimate
 from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, Shape, UnknownShape
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import decode
-from penstock.measure.profile import grid
-from penstock.measure.profile.data import Profile, Setup
+from penstock.measure.profile.data import SHORTEST, Profile, Setup, spaced
 from penstock.measure.profile.modelled import modelled
 
 
@@ -320,12 +319,12 @@ def roofline_profile(engine: RooflineEngine, *, isl: int, osl: int, up: str = ""
     return modelled(
         setup,
         "roofline estimate",
-        sorted({*grid.spaced(grid.SHORTEST, limit, _POINTS), isl}),
+        sorted({*spaced(SHORTEST, limit, _POINTS), isl}),
         engine.prefill_ms,
         [
             (tokens, level)
-            for tokens in sorted({*grid.spaced(grid.SHORTEST, limit - osl, 5), isl})
-            for level in grid.spaced(1, most_at_once(tokens), _POINTS)
+            for tokens in sorted({*spaced(SHORTEST, limit - osl, 5), isl})
+            for level in spaced(1, most_at_once(tokens), _POINTS)
         ],
         lambda level, context: engine.step_ms(level / mapping.ranks, context),
     )

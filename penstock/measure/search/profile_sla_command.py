@@ -24,10 +24,21 @@ from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of, read_prices
 from penstock.measure.pareto.plots import draw_estimates
 from penstock.measure.plots import PlotsMissing
 from penstock.measure.profile.data import SUGGESTION, BadProfile, file_of
-from penstock.measure.search import answer, sources
-from penstock.measure.search.candidates import PoolSize, Scope, SizedDeployment, Sla, candidates, lines, table
+from penstock.measure.search import answer
+from penstock.measure.search.candidates import (
+    Choices,
+    PoolSize,
+    Scope,
+    SizedDeployment,
+    Sla,
+    candidates,
+    lines,
+    measured,
+    mock,
+    roofline,
+    table,
+)
 from penstock.measure.search.simulated import Percentile, SimulatedLoad, longest, search
-from penstock.measure.search.sources import Choices
 from penstock.schemas.plans import Role
 
 _BASES = {
@@ -161,13 +172,13 @@ def _tell(what: str) -> None:
 
 def _choices(settings: SlaProfileSettings, sla: Sla) -> Choices:
     if settings.source == "measured":
-        return sources.measured(settings.data, sla)
+        return measured(settings.data, sla)
     if settings.source == "mock":
-        return sources.mock(settings.mock_speedups, sla)
+        return mock(settings.mock_speedups, sla)
     if not settings.model or not settings.gpu:
         raise BadSettings("--source roofline needs --model and --gpu")
     shape = shape_at(settings.model)
-    return sources.roofline(shape, settings.gpu, sla, most_gpus=settings.max_gpus, stages=settings.stages)
+    return roofline(shape, settings.gpu, sla, most_gpus=settings.max_gpus, stages=settings.stages)
 
 
 def _accepted(
@@ -346,8 +357,8 @@ def _model(settings: SlaProfileSettings, choices: Choices, configuration: str) -
     named += [word.partition("=")[2] for word in up if word.startswith("--model=")]
     if settings.source != "measured" or named or settings.model:
         return (named or [settings.model])[0]
-    measured = next(each for each in choices.configurations if each.name == configuration).timing.profile.setup.model
-    return "" if measured in (DEMO.name, TINY.name) else measured
+    model = next(each for each in choices.configurations if each.name == configuration).timing.profile.setup.model
+    return "" if model in (DEMO.name, TINY.name) else model
 
 
 def _name(settings: SlaProfileSettings) -> str:

@@ -18,8 +18,7 @@ from penstock.measure.simulation.fleet import simulate
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import SimulatedFleet
 from penstock.measure.simulation.trace import RequestTrace
-from penstock.planner.simulation.run import worker_of
-from penstock.planner.simulation.shapes import generate
+from penstock.planner.simulated import generate, worker_of
 from penstock.schemas.plans import Role
 
 Percentile = Literal["mean", "p50", "p75", "p90", "p95", "p99"]

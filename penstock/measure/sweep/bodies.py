@@ -14,7 +14,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from penstock.measure.generator.target import HttpTarget
+from penstock.measure.load_generator import HttpTarget
 from penstock.measure.simulation.trace import RequestTrace
 from penstock.measure.sweep.smoke import PATHS, Abilities, Api
 from penstock.measure.sweep.workload import LoadLevel, RecordedConversation, TokenText, Workload

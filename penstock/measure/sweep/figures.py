@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from penstock.cli.figures import quantile
-from penstock.measure.generator.pool import Exchange
+from penstock.measure.load_generator import Exchange
 from penstock.measure.sweep.bodies import PlannedRequest
 
 _MOST_REASONS = 20

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from penstock.cli.figures import quantile
-from penstock.measure.generator.lag import LagMeter
-from penstock.measure.generator.pool import ClosedLoop, ConnectionPool, Exchange, send_in_time
+from penstock.measure.load_generator import ClosedLoop, ConnectionPool, Exchange, LagMeter, send_in_time
 from penstock.measure.sweep.bodies import PlannedRequest
-from penstock.measure.sweep.endpoints import SweptEndpoint
+from penstock.measure.sweep.endpoints import Scraper, SweptEndpoint
 from penstock.measure.sweep.figures import RequestRecord, Slo, figures, record
 from penstock.measure.sweep.results import ClientFigures, LevelRun
-from penstock.measure.sweep.server_metrics import Scraper
 from penstock.measure.sweep.workload import LoadLevel
 
 _SHOW_S = 0.25

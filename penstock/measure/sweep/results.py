@@ -15,9 +15,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from penstock.measure.sweep.endpoints import RESERVED
+from penstock.measure.sweep.endpoints import RESERVED, ServerFigures
 from penstock.measure.sweep.figures import RequestRecord, RunFigures
-from penstock.measure.sweep.server_metrics import ServerFigures
 from penstock.measure.sweep.smoke import Api
 from penstock.measure.sweep.workload import LoadLevel, Workload
 

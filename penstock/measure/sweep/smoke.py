@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from penstock.measure.generator.target import HttpTarget, ask
+from penstock.measure.load_generator import HttpTarget, ask
 from penstock.measure.sweep.workload import TokenText
 
 Api = Literal["chat", "completions"]

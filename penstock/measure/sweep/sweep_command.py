@@ -18,8 +18,7 @@ from msgspec import Meta
 from penstock.cli.terminal import fail, progress_bar
 from penstock.configs.flags import BadSettings
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
-from penstock.measure.generator.lag import loop_factory
-from penstock.measure.generator.target import BadTarget
+from penstock.measure.load_generator import BadTarget, loop_factory
 from penstock.measure.simulation.trace import RequestTrace, TraceError, multiplied, read
 from penstock.measure.sweep import results
 from penstock.measure.sweep.bodies import Bodies, LevelTooLarge, PlannedRequest

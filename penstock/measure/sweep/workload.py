@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 from tokenizers import Tokenizer
 
-from penstock.measure.generator.pool import WORDS
+from penstock.measure.load_generator import WORDS
 from penstock.measure.simulation.trace import Multipliers
 
 MOST_DATASET_BYTES = 4 << 30

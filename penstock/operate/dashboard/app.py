@@ -1,11 +1,13 @@
-"""The dashboard's pages and its stream of changes, over HTTP."""
+"""The dashboard's pages and its stream of changes, over HTTP. The operator's token gives access, from a link on."""
 
 import asyncio
 import contextlib
+import hmac
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlencode
 
 import msgspec
 from markupsafe import Markup
@@ -18,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from penstock.cli.figures import clock, duration_ns, moment_ns
 from penstock.infra.bus.connection import refusals, why_unreachable
+from penstock.launch.state import TOKEN_FILE
 from penstock.log_tools.requests import inspection_page
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import LoggedRequest, ended, merged, summaries, unfinished
@@ -30,12 +33,48 @@ from penstock.log_tools.sources.open_log import Log, in_order
 from penstock.log_tools.timeline.read import ID, read_timeline, whole_id
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.operate.dashboard import pages
-from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.actions import ActionRefused, Forms, OperatorLogin, send_again, terminate
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, request_of_answer
 from penstock.schemas.summary import Criteria
+
+COOKIE_S = 30 * 86400
+
+
+class Access:
+    """Checks requests.
+
+    Args:
+        token: what they must bring.
+        port: of the dashboard; browsers do not separate cookies by port, so it is part of the cookie's name.
+    """
+
+    def __init__(self, token: str, port: int) -> None:
+        self.token = token
+        self._cookie = f"penstock-{port}"
+
+    def refusal(self, request: Request) -> Response | None:
+        """None: the request may pass. A link with the token is answered with a cookie and the link without it."""
+        token = request.query_params.get("token")
+        if token is not None and self._is_token(token):
+            query = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
+            answer = RedirectResponse(request.url.path + (f"?{query}" if query else ""), 303)
+            answer.set_cookie(self._cookie, token, max_age=COOKIE_S, httponly=True, samesite="strict")
+            return answer
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(request.cookies.get(self._cookie, "")) or self._is_token(bearer):
+            return None
+        return PlainTextResponse(
+            "This dashboard needs the operator's token: open the link that `penstock up` or `penstock dashboard` has "
+            f"printed. The token is in {TOKEN_FILE} in the data folder.\n",
+            401,
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+    def _is_token(self, given: str) -> bool:
+        return bool(given) and hmac.compare_digest(given.encode(), self.token.encode())
+
 
 MAX_WATCHERS = 64
 SEARCH_S = 5.0

@@ -14,8 +14,7 @@ from penstock.infra.process.sockets import CannotListen, bind
 from penstock.launch.readiness import base_url
 from penstock.launch.state import stored_token
 from penstock.log_tools.sources.open_log import REQUEST_STREAMS, LogSource, add_flags, run_command
-from penstock.operate.dashboard.access import Access
-from penstock.operate.dashboard.app import Dashboard
+from penstock.operate.dashboard.app import Access, Dashboard
 from penstock.operate.dashboard.live import Live
 from penstock.operate.observe import observed
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from penstock.gateway.access import api_keys
-from penstock.gateway.access.api_keys import STALE_S
-from penstock.gateway.access.authentication import ANYONE, Guard, noted_in
+from penstock.gateway.access import authentication
+from penstock.gateway.access.authentication import ANYONE, STALE_S, Guard, noted_in
 from penstock.gateway.run_gateway import Exposed, check_loopback, listen
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
@@ -54,7 +53,7 @@ async def bus(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 async def guarded(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
-    monkeypatch.setattr(api_keys, "CONFIRM_S", 0.01)
+    monkeypatch.setattr(authentication, "CONFIRM_S", 0.01)
     made = Guarded(bus)
     await made.guard.open(made.tasks)
     yield made
@@ -174,7 +173,7 @@ async def test_each_loss_of_all_keys_is_reported_once_whoever_notices_it(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a broker's restart, the tail that repaired itself noticed it first, and nothing was reported."""
-    monkeypatch.setattr(api_keys, "CONFIRM_S", 0.01)
+    monkeypatch.setattr(authentication, "CONFIRM_S", 0.01)
     said: list[bool] = []
     guarded = Guarded(bus, on_lost=said.append)
     await guarded.guard.open(guarded.tasks)

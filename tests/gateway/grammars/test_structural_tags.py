@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.grammars.structural_tags import MOST_PARTS, BadTag, write_tags
+from penstock.gateway.grammars.answers import MOST_PARTS, BadTag, write_tags
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
 from penstock.infra.constraints.constraint_grammar import LARK
 from penstock.schemas.requests import Constraint, Stop

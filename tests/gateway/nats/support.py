@@ -10,8 +10,8 @@ from nats.aio.msg import Msg
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
-from penstock.gateway.nats.api import NatsApi
 from penstock.gateway.nats.protocol import key_of
+from penstock.gateway.nats.services import NatsApi
 from penstock.gateway.service.gateway import CellLink, Gateway
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher

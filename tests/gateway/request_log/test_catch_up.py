@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from penstock.gateway.request_log import catch_up
+from penstock.gateway.request_log import subscriptions
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import RequestFinder
 from penstock.gateway.request_log.subscriptions import TokenSubscription
@@ -170,7 +170,7 @@ async def test_a_log_that_cannot_be_read_fails_those_who_need_it(
     async with Worker(bus, 1) as worker:
         await worker.step()
         await subscription.start()
-        monkeypatch.setattr(catch_up, "GIVE_UP_S", 0.2)
+        monkeypatch.setattr(subscriptions, "GIVE_UP_S", 0.2)
         monkeypatch.setattr(subscription.catch_up, "_stream", "missing")
         client = Client(subscription, worker.requests[0])
         with pytest.raises(ServingError, match="cannot be read"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.metrics.page import PortTaken, check_port
+from penstock.infra.metrics.scope import PortTaken, check_port
 from penstock.infra.process.sockets import bind
 
 ROOT = Path(__file__).parents[3]

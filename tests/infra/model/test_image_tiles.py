@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-from penstock.infra.model.image_tiles import BadTiles, Tiles, tiles_of
+from penstock.infra.model.patch_grid import BadTiles, Tiles, tiles_of
 
 # As llava-v1.6-mistral-7b and -34b have them.
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]

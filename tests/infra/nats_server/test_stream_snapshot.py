@@ -7,9 +7,14 @@ import pytest
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
-from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_info, request
+from penstock.infra.nats_server.jetstream_api import (
+    BrokerProblem,
+    existing_info,
+    request,
+    restore_snapshot,
+    take_snapshot,
+)
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.infra.nats_server.stream_snapshot import restore_snapshot, take_snapshot
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 

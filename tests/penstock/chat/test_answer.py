@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.chat.answer import MAX_EVENT_BYTES, StreamedAnswer, StreamedToolCall
+from penstock.chat.client import MAX_EVENT_BYTES, StreamedAnswer, StreamedToolCall
 
 
 def event(id: str, *, finish: str | None = None, **delta: Any) -> bytes:
@@ -67,7 +67,7 @@ def test_errors_in_a_stream_are_raised_with_their_cause(data: bytes, message: st
 
 
 def test_an_answer_that_never_ends_is_not_kept_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.chat.answer.MAX_CHARS", 10)
+    monkeypatch.setattr("penstock.chat.client.MAX_CHARS", 10)
     answer = StreamedAnswer()
     assert len(list(answer.feed(event("1", content="abc", reasoning_content="def")))) == 1
     call = [{"index": 0, "function": {"name": "f", "arguments": "xyzuv"}}]

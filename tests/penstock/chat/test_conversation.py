@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.chat.answer import IMAGE_BYTES, Conversation, StreamedAnswer, StreamedToolCall, image_url, load, save
+from penstock.chat.client import IMAGE_BYTES, Conversation, StreamedAnswer, StreamedToolCall, image_url, load, save
 
 
 def answered(text: str, *calls: StreamedToolCall) -> StreamedAnswer:

@@ -13,10 +13,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from penstock.chat.answer import Conversation
-from penstock.chat.chat_command import run
-from penstock.chat.client import ChatClient
-from penstock.chat.session import ChatOptions, Session
+from penstock.chat.chat_command import ChatOptions, Session, run
+from penstock.chat.client import ChatClient, Conversation
 from tests.penstock.chat.test_answer import event
 
 

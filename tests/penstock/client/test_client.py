@@ -23,8 +23,8 @@ from penstock.client import (
     connection,
     reader,
 )
+from penstock.client.answers import error
 from penstock.client.connection import token
-from penstock.client.errors import error
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import subjects as wire
 from penstock.schemas.keys import new_key

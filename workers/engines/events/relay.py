@@ -27,9 +27,8 @@ from penstock.configs.settings import WorkerSettings
 from penstock.schemas.kv import KvEvent
 from penstock.workers.engines.engine_protocol import Engine, EngineError, StepResult
 from penstock.workers.engines.events import wire
-from penstock.workers.engines.events.consolidator import Consolidator
 from penstock.workers.engines.events.subscriber import Subscriber
-from penstock.workers.engines.events.translator import EventTranslator
+from penstock.workers.engines.events.translator import Consolidator, EventTranslator
 
 __all__ = ["PublisherAddresses", "Relay", "ports", "source_of", "start_relay"]
 

@@ -1,16 +1,18 @@
-"""Translates the KV events of vLLM and SGLang: their block hashes become our block names, from tokens and parents.
+"""Translates KV events of vLLM and SGLang, and makes one ordered stream of those of several publishers. Pure.
 
-Pure. There is one ``EventTranslator`` per publisher (data-parallel rank). The formats differ in one thing: where a
-block belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as
-``cache_salt`` of every block. vLLM may keep two copies of a block and reports each; here the block is removed with the
-first of them, so that a router knows of fewer blocks than there are, never of more. A block that cannot be named for
-certain (unknown parent, another block size, media without a digest of ours) is left out.
+There is one ``EventTranslator`` per publisher (data-parallel rank): block hashes become our block names, from tokens
+and parents. The formats differ in one thing: where a block belongs to a tenant, vLLM names the salt among the
+``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of every block. vLLM may keep two copies of a block
+and reports each; here the block is removed with the first of them, so that a router knows of fewer blocks than there
+are, never of more. A block that cannot be named for certain (unknown parent, another block size, media without a digest
+of ours) is left out.
 
-The blocks of one engine by its own hashes, and the KV events that announce them under our names.
-
-Pure. Announced blocks are closed towards the front, as routers expect: a device block is visible while it and all its
+Announced blocks are closed towards the front, as routers expect: a device block is visible while it and all its
 ancestors are in device memory. A block that is stored below a missing parent stays hidden until the parent is stored
 again. Blocks in other memory are announced with their ``tier``, without that condition.
+
+``Consolidator`` announces a block of several publishers (ranks, an engine and its host cache) while at least one holds
+it: stored with the first, removed with the last. After a loss, device blocks whose parent is unknown are left out.
 """
 
 from array import array
@@ -21,6 +23,7 @@ import msgspec
 import structlog
 
 from penstock.schemas import block_hashes
+from penstock.schemas.block_hashes import split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 
 
@@ -343,3 +346,81 @@ def _key(value: Any) -> bytes | int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"a block hash is {type(value).__name__}, not bytes or int")
     return value & ((1 << 64) - 1)
+
+
+Key = tuple[bytes, int, int]  # digest, tier, group
+
+
+class _Block(msgspec.Struct, eq=False):
+    parent: bytes | None
+    sources: set[Hashable]
+
+
+class Consolidator:
+    """``feed`` and ``drop`` return the changes of the stream."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Key, _Block] = {}  # in the order in which they were stored
+        self._by_source: dict[Hashable, dict[Key, None]] = {}
+
+    def feed(self, source: Hashable, events: Iterable[KvEvent]) -> list[KvEvent]:
+        """Apply one publisher's events, in its order."""
+        out: list[KvEvent] = []
+        for event in events:
+            if isinstance(event, Stored):
+                self._store(source, event, out)
+            elif isinstance(event, Removed):
+                for digest in split(event.digests):
+                    self._remove(source, (digest, event.tier, event.group), out)
+            else:
+                out += self.drop(source)
+        return merge_adjacent(out)
+
+    def drop(self, source: Hashable) -> list[KvEvent]:
+        """Forget a publisher's blocks: they are gone, or no longer known."""
+        own = self._by_source.pop(source, {})
+        if own and len(own) == len(self._blocks) and all(len(self._blocks[key].sources) == 1 for key in own):
+            self._blocks.clear()
+            return [Cleared()]
+        out: list[KvEvent] = []
+        for key in reversed(own):
+            self._release(source, key, out)
+        return merge_adjacent(out)
+
+    def dump(self) -> list[KvEvent]:
+        """All blocks, parents before children."""
+        return merge_adjacent(
+            [Stored(key[0], block.parent, tier=key[1], group=key[2]) for key, block in self._blocks.items()]
+        )
+
+    def count(self, tier: int = 0) -> int:
+        """Number of blocks in a tier of memory."""
+        return sum(key[1] == tier for key in self._blocks)
+
+    def _store(self, source: Hashable, event: Stored, out: list[KvEvent]) -> None:
+        own = self._by_source.setdefault(source, {})
+        parent = event.parent
+        if parent is not None and not event.tier and (parent, 0, event.group) not in own:
+            return
+        for digest in split(event.digests):
+            key = (digest, event.tier, event.group)
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = _Block(parent, set())
+                out.append(Stored(digest, parent, event.group, event.tier))
+            block.sources.add(source)
+            own[key] = None
+            parent = digest
+
+    def _remove(self, source: Hashable, key: Key, out: list[KvEvent]) -> None:
+        own = self._by_source.get(source, {})
+        if key in own:
+            del own[key]
+            self._release(source, key, out)
+
+    def _release(self, source: Hashable, key: Key, out: list[KvEvent]) -> None:
+        block = self._blocks[key]
+        block.sources.discard(source)
+        if not block.sources:
+            del self._blocks[key]
+            out.append(Removed(key[0], key[2], key[1]))

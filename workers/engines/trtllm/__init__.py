@@ -25,7 +25,7 @@ their series are merged into the worker's own metrics port (``trtllm_metrics``).
 Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its output), ``disagg`` (its handoff),
 ``kv_events`` (names of blocks), ``interface`` (what is used of TensorRT-LLM). The shell: ``api`` (what the installed
 release has), ``follower``, ``adapter``, ``encoder``, ``image_slots``, ``logits_processors``, ``trtllm_metrics``,
-``watch`` and ``log_watch`` (whether it still works), ``build``; ``visual_gen`` for images and videos. Nothing here
+``engine_health`` (whether it still works), ``build``; ``visual_gen`` for images and videos. Nothing here
 imports tensorrt_llm before an engine is built.
 """
 

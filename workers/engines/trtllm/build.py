@@ -58,10 +58,10 @@ from penstock.workers.engines.trtllm.args import (
     TrtllmSettings,
     resolve,
 )
+from penstock.workers.engines.trtllm.engine_health import LogWatch
 from penstock.workers.engines.trtllm.engine_inputs import OutputPart, TrtllmOptions, bias
 from penstock.workers.engines.trtllm.follower import TrtllmCall
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
-from penstock.workers.engines.trtllm.log_watch import LogWatch
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 if TYPE_CHECKING:

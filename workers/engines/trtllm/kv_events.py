@@ -20,8 +20,7 @@ import structlog
 
 from penstock.schemas import block_hashes
 from penstock.schemas.kv import KvEvent, Removed, Stored
-from penstock.workers.engines.events.consolidator import Consolidator
-from penstock.workers.engines.events.translator import Block, BlockTree, merge_adjacent
+from penstock.workers.engines.events.translator import Block, BlockTree, Consolidator, merge_adjacent
 
 log = structlog.get_logger("engine")
 

@@ -19,9 +19,8 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests.inspect import as_json, run, show
 from penstock.log_tools.requests.inspection import MOST_LINES, InspectedEvent, Inspection, inspect, line_of, token_lines
 from penstock.log_tools.requests.inspection_page import page
-from penstock.log_tools.timeline.events import TokensStored
 from penstock.log_tools.timeline.read import read_timeline
-from penstock.log_tools.timeline.request_timeline import RequestTimeline
+from penstock.log_tools.timeline.request_timeline import RequestTimeline, TokensStored
 from penstock.schemas.done import Done, Outcome, Timings, Usage, request_of, without_content
 from penstock.schemas.jobs import DecisionInputs, LowerTiers, Stage
 from penstock.schemas.requests import new_request_id

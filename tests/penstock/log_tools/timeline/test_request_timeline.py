@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.log_tools.timeline.events import (
+from penstock.log_tools.timeline.request_timeline import (
     AttemptReturned,
     BlocksHandedOff,
     MediaEncoded,
@@ -16,9 +16,9 @@ from penstock.log_tools.timeline.events import (
     RequestContinued,
     RequestDone,
     RequestRouted,
+    RequestTimeline,
     TokensStored,
 )
-from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.schemas.jobs import Revoke, Stage
 from penstock.schemas.tokens import PROMPT, Finish, Logprob, TokenItem
 from penstock.schemas.wire import encode, pack_tokens

@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from penstock.configs.settings import TraceSettings
 from penstock.log_tools.traces import export
 from penstock.log_tools.traces.export import Exporter
-from penstock.log_tools.traces.span import Span
+from penstock.log_tools.traces.spans import Span
 from penstock.log_tools.traces.spans import spans as spans_of
 from penstock.log_tools.traces.trace_command import BadUse, check
 from penstock.schemas.trace import Trace

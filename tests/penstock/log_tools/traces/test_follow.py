@@ -14,7 +14,7 @@ from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.traces import follow
 from penstock.log_tools.traces.follow import Following, PositionStore, TracePosition, begin, share
-from penstock.log_tools.traces.span import Span
+from penstock.log_tools.traces.spans import Span
 from penstock.schemas.done import KILLED, Done, Returned, Timings
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import Job, Stage

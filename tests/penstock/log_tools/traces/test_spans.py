@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
-from penstock.log_tools.traces.span import Span, covered
+from penstock.log_tools.traces.spans import Span, covered
 from penstock.log_tools.traces.spans import spans as spans_of
 from penstock.schemas.done import KILLED, Done, Timings
 from penstock.schemas.errors import Code

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.log_tools.whatif.change import PlacementChange, Redecided, ms_per_token, redecide, report
-from penstock.log_tools.whatif.decided_again import decide_again
+from penstock.log_tools.whatif.change import PlacementChange, Redecided, decide_again, ms_per_token, redecide, report
 from penstock.router.placement.routing import Weights
 from penstock.schemas.jobs import Candidate, Decision, DecisionInputs, Job
 from tests.schemas.samples import REQUEST

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.log_tools.whatif.decided_again import UNRECORDED, candidates_of, decide_again, insufficient
+from penstock.log_tools.whatif.change import UNRECORDED, candidates_of, decide_again, insufficient
 from penstock.router.placement.decision_inputs import Decisions, array_decisions, brought_back, links, with_pairs
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest, Weights
 from penstock.router.state.holders import TargetId, TierDepths

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.log_tools.whatif import reasons as chapter
-from penstock.log_tools.whatif.decided_again import recorded_cost
+from penstock.log_tools.whatif.change import recorded_cost
 from penstock.log_tools.whatif.reasons import ALONE, EQUAL, UNLISTED, Part, Sample, reasons, terms
 from penstock.router.placement.cost import RequestSize
 from penstock.router.placement.routing import Weights

@@ -5,8 +5,14 @@ from typing import Any
 import pytest
 
 from penstock.configs.flags import BadSettings
-from penstock.measure.profile.endpoint import Capacity, context_of, read_capacity
-from penstock.measure.profile.profile_endpoint_command import EndpointProfileSettings, grid_of, setup_of
+from penstock.measure.profile.profile_endpoint_command import (
+    Capacity,
+    EndpointProfileSettings,
+    context_of,
+    grid_of,
+    read_capacity,
+    setup_of,
+)
 
 
 def worker(role: str, blocks: int, context: int = 8192) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.measure.profile.data import Profile, load
-from penstock.measure.profile.endpoint import Grid, ProfileFailed, Profiler
+from penstock.measure.profile.profile_endpoint_command import Grid, ProfileFailed, Profiler
 from penstock.measure.sweep.bodies import Bodies
 from penstock.measure.sweep.endpoints import parse_endpoints
 from penstock.measure.sweep.smoke import Abilities

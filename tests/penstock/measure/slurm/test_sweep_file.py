@@ -9,8 +9,7 @@ import pytest
 
 from penstock.infra.engine_args.tree import Tree, parse_yaml
 from penstock.launch.recipes.catalogue import shape_at
-from penstock.measure.slurm.engines import load_of, workers_of
-from penstock.measure.slurm.placement import SlurmGroup, SlurmNode, place
+from penstock.measure.slurm.placement import SlurmGroup, SlurmNode, load_of, place, workers_of
 from penstock.measure.slurm.script import BODY, NUMA, JobPoint, instances, job
 from penstock.measure.slurm.slurm_command import write
 from penstock.measure.slurm.sweep_file import BadSweep, deployment_of, name_of, parse, select

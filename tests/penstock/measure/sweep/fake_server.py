@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.measure.sweep.workload import TokenText
-from tests.penstock.measure.generator.support import whole
+from tests.penstock.measure.load_generator.support import whole
 
 OVERHEAD = 7
 TEXTS = TokenText(load_tokenizer(TINY))

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 
 from penstock.measure.sweep import results
+from penstock.measure.sweep.endpoints import GaugeLevel, ServerFigures
 from penstock.measure.sweep.figures import RequestRecord, figures
 from penstock.measure.sweep.results import LevelResult, LevelRun
-from penstock.measure.sweep.server_metrics import GaugeLevel, ServerFigures
 from penstock.measure.sweep.workload import Workload, concurrency_level
 
 

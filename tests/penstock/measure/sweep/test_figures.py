@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from penstock.measure.generator.pool import Exchange
+from penstock.measure.load_generator import Exchange
 from penstock.measure.sweep.bodies import PlannedRequest
 from penstock.measure.sweep.figures import BadSlo, Slo, figures, record, slo_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.measure.sweep.server_metrics import GaugeLevel, read_page, summarise
+from penstock.measure.sweep.endpoints import GaugeLevel, read_page, summarise
 
 OURS = """# HELP penstock_worker_running sequences in the batch
 # TYPE penstock_worker_running gauge

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.measure.generator.target import parse_target
+from penstock.measure.load_generator import parse_target
 from penstock.measure.sweep.smoke import Abilities, Smoke, Unhealthy, smoke
 from tests.penstock.measure.sweep.fake_server import OVERHEAD, TEXTS, FakeServer, fake_server
 

@@ -13,9 +13,8 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.replay.nats import REPLAYS
 from penstock.log_tools.sources.open_log import Log
 from penstock.operate.dashboard import actions
-from penstock.operate.dashboard.access import Access
 from penstock.operate.dashboard.actions import Forms, with_login
-from penstock.operate.dashboard.app import Dashboard
+from penstock.operate.dashboard.app import Access, Dashboard
 from penstock.operate.dashboard.live import Live
 from penstock.operate.observe import Observer
 from penstock.schemas import audit, control, requests, wire

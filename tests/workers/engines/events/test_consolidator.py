@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
-from penstock.workers.engines.events.consolidator import Consolidator
-from penstock.workers.engines.events.translator import BlockTree
+from penstock.workers.engines.events.translator import BlockTree, Consolidator
 from tests.workers.engines.events.support import Names, digest, fold
 
 

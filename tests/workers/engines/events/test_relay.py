@@ -27,7 +27,6 @@ from penstock.schemas.requests import Stop
 from penstock.workers.engines import mock
 from penstock.workers.engines.engine_protocol import Engine, EngineError, SequenceRequest
 from penstock.workers.engines.events import wire
-from penstock.workers.engines.events.consolidator import Consolidator
 from penstock.workers.engines.events.relay import (
     EventPublisher,
     PublisherAddresses,
@@ -36,6 +35,7 @@ from penstock.workers.engines.events.relay import (
     source_of,
     start_relay,
 )
+from penstock.workers.engines.events.translator import Consolidator
 from penstock.workers.engines.mock.executor import GREEDY
 from tests import standins
 from tests.pipeline.support import free_port

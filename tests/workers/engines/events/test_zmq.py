@@ -14,9 +14,9 @@ import zmq
 from penstock.schemas.kv import KvEvent, Stored
 from penstock.workers.engines.events import relay as publishing
 from penstock.workers.engines.events import wire
-from penstock.workers.engines.events.consolidator import Consolidator
 from penstock.workers.engines.events.relay import EventPublisher
 from penstock.workers.engines.events.subscriber import Subscriber
+from penstock.workers.engines.events.translator import Consolidator
 from tests.workers.engines.events.support import digest, fold
 
 BOUND_S = 10.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.log_tools.traces.span import of_stamps
+from penstock.log_tools.traces.spans import of_stamps
 from penstock.schemas.trace import Stamps
 from penstock.workers.engines.trtllm import trtllm_metrics
 from tests.workers.engines.trtllm.conftest import Results, ask, run

@@ -11,9 +11,8 @@ from prometheus_client import CollectorRegistry
 from penstock.schemas.errors import Code
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.build import Launch, launch_of, problem
-from penstock.workers.engines.trtllm.engine_health import Backoff
+from penstock.workers.engines.trtllm.engine_health import Backoff, Detector
 from penstock.workers.engines.trtllm.follower import code_of, is_request_error
-from penstock.workers.engines.trtllm.log_watch import Detector
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 

@@ -18,7 +18,7 @@ from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.trtllm import api, build, from_settings
-from penstock.workers.engines.trtllm.log_watch import LogWatch
+from penstock.workers.engines.trtllm.engine_health import LogWatch
 from penstock.workers.runners.token_backend import build_engine
 from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until

@@ -15,8 +15,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load
 from torch import Tensor
 
-from penstock.infra.model.image_tiles import Tiles
-from penstock.infra.model.patch_grid import MediaGrid, PatchGrid
+from penstock.infra.model.patch_grid import MediaGrid, PatchGrid, Tiles
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import RequestError

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from penstock.infra.model import modeldir, patch_grid, video
-from penstock.infra.model.image_tiles import Tiles, tiles_of
-from penstock.infra.model.patch_grid import BadGrid, MediaGrid, PatchGrid
+from penstock.infra.model.patch_grid import BadGrid, MediaGrid, PatchGrid, Tiles, tiles_of
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import EngineError, RequestError

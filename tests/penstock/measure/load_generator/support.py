@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock.measure.generator.target import HttpTarget
+from penstock.measure.load_generator import HttpTarget
 
 TOKENS = 4
 

@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.generator.pool import ClosedLoop, ConnectionPool, Exchange, send_in_time
-from penstock.measure.generator.target import HttpTarget, ask, parse_target
-from tests.penstock.measure.generator.support import TOKENS, Server, serving
+from penstock.measure.load_generator import (
+    ClosedLoop,
+    ConnectionPool,
+    Exchange,
+    HttpTarget,
+    ask,
+    parse_target,
+    send_in_time,
+)
+from tests.penstock.measure.load_generator.support import TOKENS, Server, serving
 
 BODY = b'{"max_tokens":4,"stream":true}'
 

@@ -19,8 +19,7 @@ from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.profile.data import BadProfile, load
 from penstock.measure.simulation.trace import RequestTrace, TraceError, read
 from penstock.planner.capacity import EngineTiming
-from penstock.planner.simulation.run import Engines, PolicyOutcome, Simulated, simulate
-from penstock.planner.simulation.shapes import Shape, generate
+from penstock.planner.simulated import Engines, PolicyOutcome, Shape, Simulated, generate, simulate
 from penstock.schemas.plans import Predictor, Role, Rules, Times
 
 _COLOURS: dict[Role, str] = {"aggregated": "#0f766e", "prefill": "#b45309", "decode": "#0f766e"}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.generator.pool import Exchange, PooledConnection
-from tests.penstock.measure.generator.support import TOKENS, sse, whole
+from penstock.measure.load_generator import Exchange, PooledConnection
+from tests.penstock.measure.load_generator.support import TOKENS, sse, whole
 
 
 class Wire(asyncio.Transport):

@@ -16,9 +16,8 @@ from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import SimulatedFleet
 from penstock.measure.simulation.trace import Request
 from penstock.planner.capacity import EngineTiming
-from penstock.planner.simulation.run import BLOCK_SIZE, BLOCKS, Engines, ProfileTimes, simulate, worker_of
-from penstock.planner.simulation.shapes import generate
-from penstock.planner.simulation.simulate_command import PlanSimulationSettings, run
+from penstock.planner.simulate_command import PlanSimulationSettings, run
+from penstock.planner.simulated import BLOCK_SIZE, BLOCKS, Engines, ProfileTimes, generate, simulate, worker_of
 from penstock.schemas.plans import Role, Rules
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines import mock

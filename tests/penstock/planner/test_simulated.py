@@ -3,9 +3,8 @@
 import pytest
 
 from penstock.measure.simulation.trace import RequestTrace
-from penstock.planner.simulation.run import Engines, Simulated, simulate
-from penstock.planner.simulation.shapes import generate
-from penstock.planner.simulation.simulate_command import PlanSimulationSettings, run
+from penstock.planner.simulate_command import PlanSimulationSettings, run
+from penstock.planner.simulated import Engines, Simulated, generate, simulate
 from penstock.schemas.plans import Bounds, Role, Rules
 
 RULES = Rules(

@@ -1,27 +1,109 @@
-"""The connections of a load generator to one server, and the two ways to use them.
+"""Load on one server over HTTP: the server's address, the connections to it, and the two ways to use them.
 
 ``ClosedLoop`` keeps a fixed number of requests in flight; ``send_in_time`` sends each when it is due, however many are.
-
-One keep-alive connection of a load generator: it sends a request, follows the answer, and is idle again.
-
-The generator shares the machine with the server, so each read costs as little as possible: it searches the bytes for
-markers (events, text, the end) and parses only the usage at the end.
-
-One request of a load generator, and the measurements of its answer.
-
-Frequent English words, of which load generators make prompts.
+The generator shares the machine with the server, so each read of an answer costs as little as possible: it searches the
+bytes for markers (events, text, the end) and parses only the usage at the end. ``LagMeter`` says whether the generator
+is itself the bottleneck.
 """
 
 import asyncio
+import os
 import re
+import ssl
 import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
+from urllib.parse import urlsplit
 
-from penstock.measure.generator.target import HttpTarget
+import httpcore2
+
+_MOST_BYTES = 16 << 20
+_PORTS = {"http": 80, "https": 443}
+
+
+class BadTarget(ValueError):
+    """A URL that cannot be loaded; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpTarget:
+    """
+    Attributes:
+        prefix: of the path, without ``/v1``.
+        tls: None: plain HTTP.
+        api_key: bearer token; "": none.
+    """
+
+    host: str
+    port: int
+    prefix: str = ""
+    tls: ssl.SSLContext | None = None
+    api_key: str = ""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
+
+    def head(self, path: str) -> str:
+        """The head of a POST of JSON, up to the length of the body."""
+        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        return (
+            f"POST {self.prefix}{path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n{key}"
+            "Content-Type: application/json\r\nAccept: */*\r\nContent-Length: "
+        )
+
+
+def parse_target(url: str, *, api_key: str = "", insecure: bool = False) -> HttpTarget:
+    """A server by its URL, with or without scheme (http) and ``/v1``.
+
+    Args:
+        insecure: accept any certificate.
+
+    Raises:
+        BadTarget: no host, another scheme, or a port that is none.
+    """
+    parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+    if parts.scheme not in _PORTS:
+        raise BadTarget(f"{url}: only http and https")
+    try:
+        port = parts.port or _PORTS[parts.scheme]
+    except ValueError:
+        raise BadTarget(f"{url}: the port is not a number up to 65535") from None
+    if not parts.hostname or any(each.isspace() for each in url):
+        raise BadTarget(f"{url!r} names no host; expected http://host:port")
+    if any(not each.isprintable() for each in api_key):
+        raise BadTarget("the API key has control characters")
+    tls = None
+    if parts.scheme == "https":
+        tls = ssl.create_default_context()
+        if insecure:
+            tls.check_hostname = False
+            tls.verify_mode = ssl.CERT_NONE
+    return HttpTarget(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"), tls, api_key)
+
+
+async def ask(target: HttpTarget, path: str, body: bytes | None = None, timeout_s: float = 10.0) -> tuple[int, bytes]:
+    """Send a GET, or a POST of ``body``, and return status and body. Status 0: no answer, and the body says why."""
+    headers = [("Authorization", f"Bearer {target.api_key}")] if target.api_key else []
+    if body is not None:
+        headers.append(("Content-Type", "application/json"))
+    limits = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)
+    try:
+        async with httpcore2.AsyncConnectionPool(ssl_context=target.tls) as pool:
+            response = await pool.request(
+                "GET" if body is None else "POST",
+                f"{target.url}{path}",
+                headers=headers,
+                content=body,
+                extensions={"timeout": limits},
+            )
+            return response.status, response.content[:_MOST_BYTES]
+    except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
+        return 0, (str(error) or type(error).__name__).encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -347,3 +429,53 @@ area money story fact month lot right study book eye job word business issue sid
 father power hour game line end member law car city community name president team minute idea kid body information
 back parent face others level office door health person art war history party result change morning reason research
 girl guy moment air teacher force education""".split()  # noqa: SIM905 - as a list it would be a page
+
+
+def own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+_EVERY_S = 0.02
+
+
+class LagMeter:
+    """A context manager that measures while it is entered.
+
+    Attributes:
+        late_s: how much later than asked a timer of the event loop ran, each time.
+        cpu_share: of one core that this process used, over ``seconds``.
+    """
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self.cpu_share = 0.0
+        self.seconds = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._began = self._cpu = 0.0
+
+    async def __aenter__(self) -> "LagMeter":
+        self._began, self._cpu = time.perf_counter(), own_seconds()
+        self._task = asyncio.create_task(self._measure(), name="lag meter")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self.seconds = max(1e-9, time.perf_counter() - self._began)
+        self.cpu_share = (own_seconds() - self._cpu) / self.seconds
+
+    async def _measure(self) -> None:
+        while True:
+            due = time.perf_counter() + _EVERY_S
+            await asyncio.sleep(_EVERY_S)
+            self.late_s.append(max(0.0, time.perf_counter() - due))
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's event loop. asyncio's own runs late at a few thousand requests per second."""
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,1 +1,0 @@
-"""A load generator for OpenAI-compatible servers: requests over keep-alive connections, closed or open loop."""

@@ -1,1 +1,0 @@
-"""The planner on traces in simulated time, against fleets of a fixed size."""
