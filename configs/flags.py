@@ -465,7 +465,7 @@ def add_broker_flags(
         return
     about_cells = "cells of the deployment; default: as the data folder says, else 1"
     parser.add_argument("--cells", type=whole_number(), default=0, metavar="N", help=about_cells)
-    about_urls = "brokers of the cells behind the first, as a gateway's flag; default: that of the first"
+    about_urls = "brokers of the cells after the first, as the gateway's flag; default: that of the first"
     parser.add_argument("--cell-nats-urls", default="", metavar="URL,...", help=about_urls)
 
 

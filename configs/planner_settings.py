@@ -16,16 +16,16 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings that rules are made of."""
 
     ttft: Annotated[float, Meta(gt=0, description="limit of the time to the first token, ms")] = 1000.0
-    itl: Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")] = 50.0
+    itl: Annotated[float, Meta(gt=0, description="limit of the time per token after the first, ms")] = 50.0
     percentile: Annotated[
-        plans.Percentile, Meta(description="what of the observed latencies is to be within the limits")
+        plans.Percentile, Meta(description="statistic of the observed latencies that the limits are for")
     ] = "p95"
     interval_s: Annotated[float, Meta(ge=0.5, le=3600, description="seconds between two decisions")] = 30.0
     start_s: Annotated[
         float,
-        Meta(ge=0, description="seconds from asking for a worker to its first request; the rate is predicted so far"),
+        Meta(ge=0, description="seconds until a new worker takes a request; the rate is predicted so far ahead"),
     ] = 30.0
-    drain_s: Annotated[float, Meta(gt=0, description="seconds within which requests that wait are to be served")] = 60.0
+    drain_s: Annotated[float, Meta(gt=0, description="seconds within which waiting requests should be served")] = 60.0
     hysteresis: Annotated[
         float, Meta(ge=0, le=2, description="share of the load that is added before workers are taken away")
     ] = 0.15
@@ -90,12 +90,12 @@ class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ("mock",)
     connector: Annotated[
         Literal["dry-run", "local", "kubernetes"],
-        Meta(description="what changes workers: nothing, the `penstock up` of --data-dir, or Kubernetes replicas"),
+        Meta(description="what is scaled: nothing, the `penstock up` of --data-dir, or Kubernetes replicas"),
     ] = "dry-run"
-    model: Annotated[str, Meta(description="whose workers are planned; default: the only one with workers")] = ""
+    model: Annotated[str, Meta(description="model whose workers are planned; default: the only one with workers")] = ""
     predictor: Annotated[
         Predictor,
-        Meta(description="of the request rate: as it was last, mean of 5 intervals, or level and trend (Holt)"),
+        Meta(description="predicted request rate: the last one, the mean of 5 intervals, or level and trend (Holt)"),
     ] = "holt"
     kubernetes_url: Annotated[str, Meta(description="API server; default: of the cluster that this runs in")] = ""
     kubernetes_namespace: Annotated[str, Meta(description="of the workers")] = "default"
@@ -113,9 +113,9 @@ class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 0
     zero_after_s: Annotated[
         float,
-        Meta(gt=0, description="with --min-workers 0: seconds without requests after which workers sleep until one"),
+        Meta(gt=0, description="with --min-workers 0: seconds without requests after which workers sleep"),
     ] = 300.0
-    history: Annotated[bool, Meta(description="print the decisions in the log instead")] = False
+    history: Annotated[bool, Meta(description="print the logged decisions instead of planning")] = False
     since: Annotated[str, Meta(description="of --history: how far back, such as 15m, 2h, 7d")] = "1h"
     json: Annotated[bool, Meta(description="decisions as JSON, one a line")] = False
     data_dir: Annotated[str, Meta(description="data folder of the deployment")] = NatsSettings().data_dir
@@ -124,6 +124,6 @@ class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fi
     cells: Annotated[int, Meta(ge=0, description="cells of the deployment; 0: as the data folder says, else 1")] = 0
     cell_nats_urls: Annotated[
         tuple[str, ...],
-        Meta(description="brokers of the cells behind the first, as a gateway's flag; default: that of the first"),
+        Meta(description="brokers of the cells after the first, as the gateway's flag; default: that of the first"),
     ] = ()
     log_format: Annotated[Literal["auto", "text", "json"], Meta(description="of log lines, on stderr")] = "auto"

@@ -113,7 +113,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description="seconds without a request after which a model that was not named with --model leaves memory, "
-            "to be read again for the next one; 0: never",
+            "until its next request; 0: never",
         ),
     ] = 3600.0
     served_model_name: Annotated[
@@ -143,8 +143,8 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         int,
         Meta(
             ge=-1,
-            description="inherited memory for the number of connections of each gateway that accepts from --listen-fd "
-            "(file descriptor); -1: none, and whichever is idle accepts",
+            description="file descriptor of inherited memory with the connections of each gateway on --listen-fd; -1: "
+            "none, and any idle gateway accepts",
         ),
     ] = -1
     cells: Annotated[
@@ -165,13 +165,13 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="take new requests into so many of the first --cells only; those of the others are still found "
-            "there, so that a deployment gets fewer cells; 0: into all",
+            description="number of the first --cells that take new requests; requests in the others are still found, "
+            "so that a deployment can shrink; 0: all",
         ),
     ] = 0
     nearest_cell: Annotated[
         int,
-        Meta(ge=-1, description="cell that requests stay in unless another one suits them clearly better; -1: any"),
+        Meta(ge=-1, description="cell that requests stay in unless another one is clearly cheaper; -1: none"),
     ] = -1
     max_body_bytes: Annotated[Positive, about("largest request body, in bytes")] = 16 << 20
     max_header_bytes: Annotated[
@@ -218,8 +218,8 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[str, ...],
         about(
-            "keys of your own choice, comma-separated, each as good as an operator's key; better in PENSTOCK_API_KEY "
-            "than on a command line, which other users of the machine can read"
+            "keys of your own choice, comma-separated, each with the rights of an operator's key; prefer "
+            "PENSTOCK_API_KEY, since other users of the machine can read a command line"
         ),
     ] = ()
     require_keys: Annotated[
@@ -244,14 +244,13 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     state_dir: Annotated[
         str,
         about(
-            "folder that outlives the process, in which it notes that there are API keys: from then on it refuses "
-            "requests without one, also when the broker has lost them; default: $STATE_DIRECTORY, as systemd sets it, "
-            "else none"
+            "folder that outlives the process and records that API keys exist, so that requests without a key are "
+            "refused even if the broker has lost the keys; default: $STATE_DIRECTORY, which systemd sets, else none"
         ),
     ] = ""
     insecure: Annotated[
         bool,
-        about("listen on other addresses than loopback, or behind --trusted-proxies, without API keys: anyone may ask"),
+        about("listen on other addresses than loopback, or behind --trusted-proxies, without API keys: open to anyone"),
     ] = False
     special_tokens_in_messages: Annotated[
         Literal["text", "control"],
@@ -274,7 +273,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             ge=0,
             le=3600,
             description="seconds after the end of a request with no_store until its prompt and answer leave memory; "
-            "until then its client can read on",
+            "its client can read them until then",
         ),
     ] = 30.0
     strict_options: Annotated[
@@ -292,15 +291,15 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         Meta(
             pattern=r"^(|100%|[0-9]{1,2}(\.[0-9]+)?%)$",
             title="a percentage such as 5%",
-            description="share of each model's requests, such as 5%, that workers of the revision run that came last, "
-            "while another one serves; default: none",
+            description="share of each model's requests, such as 5%, that go to workers of the newest revision while "
+            "another one serves; default: none",
         ),
     ] = ""
     fallback: Annotated[
         tuple[str, ...],
         about(
-            "models that may run a model's requests in its place, in this order: big=small,hosted; repeat it for other "
-            "models. They do when its workers fail before the first token, when there is none, and after "
+            "models that may run another model's requests, in this order: big=small,hosted; repeat the flag for other "
+            "models. They do so when its workers fail before the first token, when it has no worker, and after "
             "--fallback-after-s"
         ),
     ] = ()
@@ -330,8 +329,8 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         Meta(
             ge=-1,
             le=4095,
-            description="number of this cell, if a load balancer is in front of several: ids of requests have it "
-            "behind their last hyphen, as three hexadecimal digits; -1: none is, and ids have 0",
+            description="number of this cell behind a load balancer; ids of requests end in it, as three hexadecimal "
+            "digits; -1: a single cell, whose ids end in 000",
         ),
     ] = -1
     block_size: Annotated[Positive, about("tokens per KV block, until a worker has registered with its own")] = 32
@@ -401,8 +400,8 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         float,
         Meta(
             ge=0,
-            description="where there are several cells: seconds without a worker for a request until it runs in "
-            "another one; 0: never",
+            description="with several cells: seconds without a worker after which a request runs in another cell; 0: "
+            "never",
         ),
     ] = 3.0
     stalled_after_s: Annotated[
@@ -505,7 +504,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     ] = ""
     num_speculative_tokens: Annotated[Positive, about("native: tokens proposed per step, at most")] = 4
     batch_invariant: Annotated[
-        bool, about("native: on CUDA, compute a request in the same way whatever runs beside it; slower")
+        bool, about("native: on CUDA, compute a request in the same way whatever the batch has; slower")
     ] = False
     prompt_lookup_min: Annotated[Positive, about("native, ngram: least tokens that must repeat")] = 2
     prompt_lookup_max: Annotated[Positive, about("native, ngram: tokens that are compared")] = 4
@@ -523,31 +522,31 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Meta(
             pattern=r"^(|[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})?)$",
             title="a number of tokens, or a range such as 20-400",
-            description="mock: tokens after which answers end, N or N-M: each request's number is drawn from the "
-            "range by its prompt and seed; max_tokens, min_tokens and ignore_eos go before; default: they run to "
-            "max_tokens",
+            description="mock: length of answers in tokens, N or N-M: drawn from the range by prompt and seed; "
+            "max_tokens, min_tokens and ignore_eos take precedence; default: max_tokens",
         ),
     ] = ""
     play: Annotated[
-        str, about("mock: file of `penstock export` whose answers it plays, token by token, at the recorded times")
+        str, about("mock: file of `penstock export` whose answers are played, token by token, at the recorded times")
     ] = ""
     skip_bad: Annotated[bool, about("mock: of --play: leave damaged lines out")] = False
     mock_crash_token: Annotated[
         int,
         Meta(
             ge=-1,
-            description="mock: token id that ends the process by SIGSEGV when a prompt with it is computed, to try "
-            "what a poisonous request does; -1: none",
+            description="mock: token id that ends the process with SIGSEGV when a prompt with it is computed, to test "
+            "poisonous requests; -1: none",
         ),
     ] = -1
     mock_ranks: Annotated[Positive, about("mock: attention data-parallel ranks, each with its own cache")] = 1
     url: Annotated[str, about("openai: a server with OpenAI's API, such as http://127.0.0.1:8000")] = ""
     url_api: Annotated[
         Literal["auto", "completions", "chat"],
-        about("openai: what the server is asked for; auto: completions, and chats where it has no completions"),
+        about("openai: endpoint of the server to use; auto: completions, or chats if it has no completions"),
     ] = "auto"
     url_model: Annotated[
-        str, about("openai: the model's name there; default: the only one, or the one that is named as here")
+        str,
+        about("openai: the model's name on the server; default: its only model, or the one with the same name as here"),
     ] = ""
     url_key_file: Annotated[
         str, about("openai: file with the server's key; default: the variable PENSTOCK_URL_KEY, if it is set")
@@ -577,7 +576,8 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="vllm, sglang: which of --nodes this is; 0 serves and has the broker, the others only compute",
+            description="vllm, sglang: number of this node, below --nodes; node 0 connects to the broker and serves, "
+            "the others only compute",
         ),
     ] = 0
     leader_address: Annotated[str, about("vllm, sglang: address of node 0 that the other nodes reach")] = ""
@@ -586,7 +586,8 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=65000,
-            description="vllm, sglang: port there, where the nodes meet; the engine uses the ports behind it",
+            description="vllm, sglang: port on --leader-address where the nodes meet; the engine uses the ports after "
+            "it",
         ),
     ] = 29500
     nodes_wait_s: Annotated[Seconds, about("vllm, sglang: seconds that nodes wait for each other at start")] = 1800.0
@@ -628,8 +629,8 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         str,
         about(
-            "format of the model's reasoning, see [Parsers](parsers.md); auto: detected from the chat template; none: "
-            "it stays in the text"
+            "format of the model's reasoning (docs/parsers.md); auto: detected from the chat template; none: it stays "
+            "in the text"
         ),
     ] = "auto"
     tool_call_parser: Annotated[
@@ -646,8 +647,8 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     lora_folder: Annotated[
         str,
         about(
-            "folder of LoRA adapters: those in it are served by their folders' names, and "
-            "operators may load others from it while workers run"
+            "folder of LoRA adapters: its adapters are served under their folders' names, and operators may load "
+            "others from it while workers run"
         ),
     ] = ""
     max_loras: Annotated[
@@ -684,8 +685,8 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     share_device: Annotated[
         str,
         about(
-            "native, mock: name of a device that several workers of this machine share: one of them is awake at a "
-            "time, and makes room when requests wait for another"
+            "native, mock: name of a device that several workers of this machine share: one is awake at a time, and "
+            "sleeps when requests wait for another"
         ),
     ] = ""
     transfer: Annotated[
@@ -695,7 +696,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     move_prefixes: Annotated[
         Literal["auto", "on", "off"],
         about(
-            "native: read the beginning of a prompt from a worker that caches it, on the same host or over RDMA, where "
+            "native: read the prefix of a prompt from a worker that caches it, on the same host or over RDMA, where "
             "that is cheaper than computing it; auto: prefill and decode workers. An aggregated worker that does so "
             "does not sleep"
         ),
@@ -750,9 +751,9 @@ class TraceSettings(Common, frozen=True, kw_only=True):
     cells: Annotated[int, Meta(ge=0, description="cells of the deployment; 0: as the data folder says, else 1")] = 0
     cell_nats_urls: Annotated[
         tuple[str, ...],
-        about("brokers of the cells behind the first, as a gateway's flag; default: that of the first"),
+        about("brokers of the cells after the first, as the gateway's flag; default: that of the first"),
     ] = ()
-    file: Annotated[str, about("an export (`penstock export`) instead of them")] = ""
+    file: Annotated[str, about("an export of `penstock export` instead")] = ""
     skip_bad: Annotated[bool, about("of --file: leave damaged lines out")] = False
     otlp_endpoint: Annotated[str, about("OTLP URL to send traces to, such as http://127.0.0.1:4318/v1/traces")] = ""
     since: Annotated[
@@ -776,11 +777,11 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 4222
     monitor_port: Annotated[int, Meta(ge=0, le=65535, description="port of HTTP monitoring; 0: none")] = 0
     monitor_host: Annotated[
-        str, about("address of HTTP monitoring, which asks for no password and shows users and connections")
+        str, about("address of HTTP monitoring, which needs no password and shows users and connections")
     ] = "127.0.0.1"
     durability: Annotated[
         Durability,
-        about("what stored messages survive; process: the end of any process; power: also a power cut, but slower"),
+        about("failures that messages survive; process: the end of any process; power: also a power cut, slower"),
     ] = "process"
     print_config: Annotated[
         bool,
@@ -793,7 +794,7 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[str, ...],
         about("--print-config: the servers of a cluster, comma-separated, as HOST or HOST:PORT (of routes; 6222)"),
     ] = ()
-    node: Annotated[str, about("--print-config: which of --cluster the configuration is for")] = ""
+    node: Annotated[str, about("--print-config: server of --cluster that the configuration is for")] = ""
     cells: Annotated[
         int, Meta(ge=0, description="cells of the deployment that use the broker, each with streams of its own; 0: one")
     ] = 0
@@ -812,8 +813,8 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nkeys: Annotated[
         str,
         about(
-            "--print-config: users log in by nkeys: folder with a seed (USER.nk) or public key (USER.pub) of each; "
-            "seeds that are missing are made there"
+            "--print-config: users log in by nkeys; folder with a seed (USER.nk) or public key (USER.pub) of each "
+            "user, where missing seeds are created"
         ),
     ] = ""
     client_certs: Annotated[
@@ -830,7 +831,7 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float,
         Meta(
             ge=0,
-            description="GiB that all streams together may take on the disk, when they are created; 0: 31.8, their own "
-            "sizes",
+            description="GiB that all streams together may take on the disk, when they are created; 0: their default "
+            "sizes, 31.8",
         ),
     ] = 0.0

@@ -97,7 +97,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["native", "trtllm"], about("engine of the diffusion workers; native: diffusers")
     ] = "native"
     embed: Annotated[
-        int, Meta(ge=0, description="embed workers, which make vectors of texts; one by itself for an embedding model")
+        int,
+        Meta(ge=0, description="embed workers, which compute vectors of texts; an embedding model gets one by default"),
     ] = 0
     embed_model: Annotated[str, about("model directory or Hugging Face id for the embed workers; default: --model")] = (
         ""
@@ -128,28 +129,28 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             pattern=r"^(auto|\d{1,4}|[1-9]\d{0,3}-[1-9]\d{0,3})$",
             title="auto, a number, or the fewest and the most, such as 2-6",
-            description="gateway processes, which share --http-port; the ports after it are one gateway's each; a "
-            "number, or the fewest and the most, such as 2-6, between which gateways come and go with the load; auto: "
-            "as many as suit the cores and the workers, and more while all of them are busy and cores are idle",
+            description="gateway processes, which share --http-port; each also has one of the ports after it. A "
+            "number, or a range such as 2-6 that is scaled by load; auto: by the number of cores and workers, and "
+            "more while gateways are busy and cores idle",
         ),
     ] = "auto"
     routers: Annotated[
-        Positive, about("router processes, dealt over the cells: at least one for each; more are standbys")
+        Positive,
+        about("router processes, distributed over the cells: at least one for each; further ones are standbys"),
     ] = 1
     cells: Annotated[
         int,
         Meta(
             ge=0,
-            description="cells that take requests, each with streams, routers, workers and a broker of its own; more "
-            "that the data folder has are read only; 0: as many as suit the cores and the workers, or as many as the "
-            "data folder had before",
+            description="cells that take requests, each with its own streams, routers, workers and broker; further "
+            "cells of the data folder are only read; 0: as in the data folder, or by the number of cores and workers",
         ),
     ] = 0
     cell_nats_urls: Annotated[
         tuple[str, ...],
         about(
-            "broker URLs of the cells behind the first, in their order, with the operator's credentials; several "
-            "servers of one cell with ';' between; default: --nats-url, or a broker for each cell where none is given"
+            "broker URLs of the cells after the first, in order, with the operator's credentials; several servers of "
+            "one cell are separated by ';'; default: --nats-url, or a broker for each cell"
         ),
     ] = ()
     router_mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = _ROUTER.mode
@@ -189,8 +190,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduling: Annotated[
         Literal["batch", "normal"],
         about(
-            "how Linux schedules the processes; batch: they do not interrupt each other, nor other programs "
-            "(workers on GPUs do)"
+            "how Linux schedules the processes; batch: they do not interrupt each other or other programs, except "
+            "workers on GPUs"
         ),
     ] = "batch"
     chat_template: Annotated[str, _OF_GATEWAY] = _GATEWAY.chat_template
@@ -258,7 +259,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(ge=0, description="seconds to wait for readiness; 0: 120, or 3600 with trtllm, vllm, sglang or diffusion"),
     ] = 0.0
-    drain_s: Annotated[Seconds, about("seconds that open requests may take to finish after Ctrl-C or SIGTERM")] = 30.0
+    drain_s: Annotated[Seconds, about("seconds for open requests to finish after Ctrl-C or SIGTERM")] = 30.0
     otlp_endpoint: Annotated[
         str, about("OTLP URL: trace every request and send the spans there, such as http://127.0.0.1:4318/v1/traces")
     ] = ""

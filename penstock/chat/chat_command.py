@@ -289,7 +289,7 @@ def run(argv: Sequence[str]) -> int:
     """Answer one question, or hold a conversation; the exit status."""
     parser = Parser(
         prog="penstock chat",
-        description="talk to a model in the terminal. With a question, print the answer and end; without one, hold a "
+        description="talk to a model in the terminal. With a question, print the answer and exit; without one, start a "
         "conversation.",
         epilog="examples: penstock chat 'What is 12 + 5?'   |   penstock chat - < report.txt   |   penstock chat",
     )
@@ -325,11 +325,11 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer; default: the server's")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
     parser.add_argument(
-        "--thoughts", action="store_true", help="print what a reasoning model thinks; otherwise it is folded"
+        "--thoughts", action="store_true", help="print the thoughts of a reasoning model, which are folded otherwise"
     )
-    parser.add_argument("--continue", dest="go_on", action="store_true", help="go on with the last conversation")
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="continue the last conversation")
     if not any(action.dest == "model" for action in parser._actions):
-        parser.add_argument("--model", default="", help="one of those that are served; default: the first")
+        parser.add_argument("--model", default="", help="a served model; default: the first")
 
 
 def deployment_url(data_dir: Path) -> str:

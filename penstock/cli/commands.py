@@ -108,7 +108,7 @@ COMMANDS = {
     "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.dashboard_command:run"),
     "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.doctor_command:run"),
     "models list": Command("list the models of this machine", "penstock.operate.check_model:run_list"),
-    "models check": Command("say what a model folder is, and show a prompt of it", "penstock.operate.check_model:run"),
+    "models check": Command("show what a model folder has, and one of its prompts", "penstock.operate.check_model:run"),
     "schema": Command("show the messages of the streams as JSON Schema", "penstock.operate.schema:run"),
     "health": Command("check that a process of this machine is healthy, for containers", "penstock.operate.health:run"),
     "drain": Command("take workers out of service without failing a request", "penstock.operate.drain:run"),
@@ -119,8 +119,8 @@ COMMANDS = {
         "penstock.operate.dead_requests:run",
         choices=("list", "show", "retry"),
     ),
-    "usage": Command("show what tenants, keys, models and adapters used", "penstock.operate.usage:run"),
-    "audit": Command("list who changed what, or read what of others", "penstock.operate.audit:run"),
+    "usage": Command("show the usage of tenants, keys, models and adapters", "penstock.operate.usage:run"),
+    "audit": Command("list who changed something, or read other tenants' requests", "penstock.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
     "backup": Command(
         "write the streams of all brokers of a running deployment to a folder", "penstock.operate.backup:run_backup"

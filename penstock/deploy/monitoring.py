@@ -1,4 +1,4 @@
-"""``penstock monitoring``: files for a Prometheus and a Grafana that watch a deployment."""
+"""``penstock monitoring``: write files for Prometheus and Grafana to watch a deployment."""
 
 import argparse
 import re

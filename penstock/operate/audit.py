@@ -43,8 +43,8 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="penstock audit",
         description="show who changed keys, tenants, streams and workers, deleted requests, or read those of other "
-        "tenants, the newest last. A user of the broker can write entries under its own name only. An asterisk marks "
-        "what the broker itself reported.",
+        "tenants, newest last. A broker user can write entries under its own name only. An asterisk marks entries "
+        "that the broker itself reported.",
     )
     parser.add_argument("--since", default="7d", metavar="TIME", help="15m, 2h, 7d ago, or a date (default: 7d)")
     parser.add_argument(
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         help="only entries of this user of the broker, of both users of this role, or of this API key",
     )
     parser.add_argument(
-        "--all", action="store_true", help="also what the broker reported about an action that its user recorded"
+        "--all", action="store_true", help="also show the broker's reports of actions that their users recorded"
     )
     parser.add_argument(
         "--nkeys",

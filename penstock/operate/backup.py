@@ -95,8 +95,8 @@ def run_backup(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="penstock backup",
         description="write the streams and buckets of a running deployment to a folder, home first, then the other "
-        "cells. Requests go on meanwhile. The folder has prompts and answers: keep it as safe as the broker's disk. "
-        "What requests with no_store ask and get is never in it, nor are passwords.",
+        "cells, while it serves requests. The folder has prompts and answers: keep it as safe as the broker's disk. "
+        "It has neither passwords nor the content of requests with no_store.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="a new one")
     add_broker_flags(
@@ -114,9 +114,9 @@ def run_restore(argv: Sequence[str]) -> int:
     """Restore; the exit status."""
     parser = Parser(
         prog="penstock restore",
-        description="make the streams and buckets of a backup again: in a new data folder, which `penstock up` then "
-        "serves, or on brokers without streams of its namespaces, before other processes start. Requests that had not "
-        "ended when the backup was made end with an error that says so.",
+        description="restore the streams and buckets of a backup: to a new data folder for `penstock up`, or to "
+        "brokers without streams of its namespaces, before other processes start. Requests that were unfinished in "
+        "the backup end with an error that says so.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="of `penstock backup`")
     add_broker_flags(

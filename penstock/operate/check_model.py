@@ -76,8 +76,8 @@ def run(argv: Sequence[str]) -> int:
     """Print a report; exit status 1 if no engine can serve the folder."""
     parser = Parser(
         prog="penstock models check",
-        description="what a model folder is, which parsers, lengths, end tokens and defaults were found in it and from "
-        "where, and a prompt that its template makes. Exit status: 0, or 1 if something has to be mended first.",
+        description="show a model folder's parsers, lengths, end tokens and defaults, the file that each comes from, "
+        "and a prompt made by its template. Exit status: 0, or 1 if something has to be fixed first.",
     )
     parser.add_argument("model", nargs="?", default="", help="a folder, or a bundled model's name; default: demo")
     parser.add_argument("--chat-template", default="", metavar="FILE", help="a template in place of the model's own")

@@ -78,7 +78,7 @@ def _list(argv: Sequence[str]) -> int:
         prog="penstock dead list", description="requests that lost their worker in every attempt, the last one first"
     )
     _selection(parser)
-    parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
+    parser.add_argument("--limit", "-n", type=int, default=50, help="most requests to list; 0: all")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
     args = parser.parse_args(argv)

@@ -31,9 +31,9 @@ def run(argv: Sequence[str]) -> int:
     """Drain workers; the exit status."""
     parser = Parser(
         prog="penstock drain",
-        description="take workers out of service: each takes no new request, finishes what it runs (for at most its "
-        "--drain-s), returns the rest to the router and ends. `penstock up` does not start it again until "
-        "`penstock restart NAME`.",
+        description="take workers out of service: each takes no new request, finishes its requests (for at most its "
+        "--drain-s), returns the rest to the router and ends. `penstock up` does not start it again until `penstock "
+        "restart NAME`.",
     )
     parser.add_argument("workers", nargs="+", metavar="WORKER", help="name or id, as `penstock top` shows them")
     parser.add_argument("--force", action="store_true", help="also if no other worker can serve its model")

@@ -41,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
     """Delete stored requests and return the exit status."""
     parser = Parser(
         prog="penstock forget",
-        description="delete the prompts, jobs and records of requests that have ended, at once and for good. Their "
-        "tokens are in messages that they share with other requests; those leave the log by their age, and the command "
-        "prints when. Each message takes the broker a while, so that other clients do not notice.",
+        description="delete the prompts, jobs and records of ended requests for good. Their tokens share messages with "
+        "other requests' and expire by age; the command prints when. The broker erases messages slowly, so that other "
+        "clients are not disturbed.",
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="requests")
     parser.add_argument("--tenant", default="", metavar="NAME", help="all requests of a tenant that have ended")

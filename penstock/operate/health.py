@@ -1,4 +1,4 @@
-"""``penstock health``: whether a process of this machine is well, for the health checks of containers."""
+"""``penstock health``: check that a process of this machine is healthy, for the health checks of containers."""
 
 import argparse
 import http.client
@@ -26,7 +26,7 @@ PAGES = {
 
 def run(argv: Sequence[str]) -> int:
     """Ask, and say what is wrong; the exit status."""
-    parser = Parser(prog="penstock health", description="whether a process of this machine is well")
+    parser = Parser(prog="penstock health", description="check that a process of this machine is healthy")
     _add_arguments(parser)
     args = parser.parse_args(argv)
     url = args.url or url_of(args.role, os.environ, ready=args.ready, listed=args.workers > 0)
@@ -111,7 +111,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="to ask again until it is (default: %(default)s)",
+        help="seconds to wait until it is healthy (default: %(default)s)",
     )
     parser.add_argument("--url", default="", help="ask this one (default: by role)")
     parser.add_argument(

@@ -56,13 +56,13 @@ def run(argv: Sequence[str]) -> int:
     """Show the index and return the exit status, which is also 1 if a router's checksum differs."""
     parser = Parser(
         prog="penstock index",
-        description="what each worker had in its cache at a moment, according to the KV stream, with the checksum that "
-        "a router had at that sequence",
+        description="show what each worker had in its cache at a given time, according to the KV stream, with the "
+        "routers' checksum at that sequence",
     )
     parser.add_argument(
         "--at", default="", metavar="SEQ|TIME", help="a sequence of the KV stream, 15m ago, or a time; default: now"
     )
-    parser.add_argument("--check", action="store_true", help="compare the checksums of the routers that run here")
+    parser.add_argument("--check", action="store_true", help="compare with the checksums of the running routers")
     parser.add_argument(
         "--max-blocks", type=int, default=RouterSettings().max_index_blocks, help="as the router's flag"
     )

@@ -58,7 +58,7 @@ def _parser() -> Parser:
     about_create = "make a key and print it, once; as soon as there is a key, every request needs one"
     create = verbs.add_parser("create", help=about_create, description=about_create)
     _create_flags(create)
-    about_set = "change limits of a key; those that are not named stay. Every gateway applies them at once"
+    about_set = "change limits of a key, at once on every gateway; the others stay"
     change = verbs.add_parser("set", help=about_set, description=about_set)
     change.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
     _set_flags(change)
@@ -67,16 +67,16 @@ def _parser() -> Parser:
     shown.add_argument("--all", "-a", action="store_true", help="revoked and expired ones, too")
     shown.add_argument("--json", action="store_true", help="one JSON object per line")
     for verb, about in (
-        ("show", "show everything about a key but its secret, which is not stored"),
-        ("revoke", "end a key at once on every gateway, and for good; requests that run finish"),
+        ("show", "show everything about a key except its secret, which is not stored"),
+        ("revoke", "end a key for good, at once on every gateway; running requests finish"),
     ):
         one = verbs.add_parser(verb, help=about, description=about)
         one.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
     about_export = "write all keys without their secrets, one JSON object per line, for `penstock keys import`"
     verbs.add_parser("export", help=about_export, description=about_export)
     about_import = (
-        "read what `penstock keys export` wrote from the standard input: add the keys that are not here, change those "
-        "that were changed later there, and revoke those that were revoked there; may be repeated"
+        "read the output of `penstock keys export` from standard input: add new keys, update older ones, and revoke "
+        "revoked ones; may be repeated"
     )
     verbs.add_parser("import", help=about_import, description=about_import)
     for one in verbs.choices.values():
@@ -114,11 +114,11 @@ def _create_flags(create: argparse.ArgumentParser) -> None:
     create.add_argument(
         "--priority",
         choices=[each.value for each in Priority],
-        help="class of requests that name none, and the highest they may name; default: standard, and any",
+        help="class of requests without one, and the highest class allowed; default: standard, and any",
     )
     create.add_argument("--expires", default="", metavar="WHEN", help="12h, 90d, or 2027-01-31; default: never")
     create.add_argument(
-        "--operator", action="store_true", help="it sees the requests and answers of all tenants, and may list them"
+        "--operator", action="store_true", help="may list and read the requests and answers of all tenants"
     )
     create.add_argument("--about", default="", metavar="TEXT", help="what it is for, shown in lists")
     create.add_argument("--quiet", "-q", action="store_true", help="print the key alone")
@@ -150,7 +150,7 @@ def _set_flags(change: argparse.ArgumentParser) -> None:
     change.add_argument(
         "--operator",
         action=argparse.BooleanOptionalAction,
-        help="whether it sees the requests and answers of all tenants, and may list them",
+        help="whether may list and read the requests and answers of all tenants",
     )
     change.add_argument("--about", metavar="TEXT", help="what it is for, shown in lists")
 

@@ -40,16 +40,16 @@ def run(argv: Sequence[str]) -> int:
     """Restart processes and return the exit status."""
     parser = Parser(
         prog="penstock restart",
-        description="restart processes of the `penstock up` on this machine, each after the one before is ready again. "
-        "Each finishes what it runs for at most its --drain-s; no request fails. Drained workers start again. The "
-        "broker is left as it is. With --cells, the deployment gets another number of cells: only what belongs "
-        "elsewhere then, or has to know of it, is restarted.",
+        description="restart processes of the `penstock up` on this machine, each when the one before is ready again. "
+        "Each finishes its requests within its --drain-s; no request fails. Drained workers start again. The broker "
+        "is not restarted. With --cells, the deployment gets another number of cells, and only affected processes are "
+        "restarted.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="processes, such as worker-0 or router-0")
     parser.add_argument("--rolling", action="store_true", help="all workers, then all routers, then all gateways")
     parser.add_argument(
         "--cells", type=whole_number(), default=0, metavar="N",
-        help="with --rolling: have N cells take new requests; those beyond keep what they have stored",
+        help="with --rolling: number of cells that take new requests; the others keep their records",
     )  # fmt: skip
     parser.add_argument(
         "--timeout", default="15m", metavar="TIME", help="how long one process may take (default: %(default)s)"

@@ -115,7 +115,7 @@ def run_set(argv: Sequence[str]) -> int:
         "this build created do so already",
     )
     parser.add_argument(
-        "--yes", "-y", action="store_true", help="do not ask before messages are deleted, nor look for earlier builds"
+        "--yes", "-y", action="store_true", help="delete without asking, and without a check for earlier builds"
     )
     add_flags(parser)
     args = parser.parse_args(argv)

@@ -93,11 +93,11 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,set,list,rotate,remove,restore,conf}")
     for verb, about in (
         ("add", "add a tenant or change its limits, and write its credentials"),
-        ("set", "change limits of a tenant; they hold at once"),
+        ("set", "change limits of a tenant, at once"),
         ("list", "list all tenants but the default one"),
         ("rotate", "give a tenant a new password; the old one ends at once, or with --keep-old later"),
         ("remove", "end the access of a tenant; its submissions stay until they expire"),
-        ("restore", "after a broker lost its disk: bring back the tenants that the data folder knows, as they were"),
+        ("restore", "after a broker lost its disk: restore the tenants in the data folder"),
         ("conf", "write tenants.conf again, from the accounts that a broker of your own keeps"),
     ):
         one = verbs.add_parser(verb, help=about, description=about)
@@ -120,7 +120,7 @@ def _parser() -> Parser:
                 "--weight",
                 type=_weight,
                 metavar="X",
-                help="share of the work while requests wait, against tenants with 1; default: as it was, or 1",
+                help="share of the work while requests wait, relative to 1; default: as it was, or 1",
             )
             for flag, what in (("--rpm", "requests"), ("--tpm", "tokens, prompts and answers,")):
                 one.add_argument(
@@ -147,11 +147,11 @@ def _parser() -> Parser:
                 "--max-waiting",
                 type=_number_or_none,
                 metavar="N|none",
-                help="requests of both APIs that may wait for a worker, beyond which they are refused with 429 and the "
-                "time until there is room; default: as it was, or none",
+                help="requests of both APIs that may wait for a worker; further ones are refused with 429 and a "
+                "Retry-After; default: as it was, or none",
             )
         if verb == "add":
-            about_new = "make a password although the folder has one, of a tenant that the broker does not know"
+            about_new = "make a new password for a tenant that the folder has and the broker does not"
             one.add_argument("--new-password", action="store_true", help=about_new)
         if verb == "rotate":
             either = one.add_mutually_exclusive_group()

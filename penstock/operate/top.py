@@ -48,11 +48,12 @@ _ENDS = {"done": "green", "failed": "red", "cancelled": "yellow"}
 def run(argv: Sequence[str]) -> int:
     """Show the deployment until Ctrl-C; the exit status."""
     parser = Parser(
-        prog="penstock top", description="a running deployment, live: workers, queues, rates, streams and last requests"
+        prog="penstock top",
+        description="watch a running deployment: workers, queues, rates, streams and the last requests",
     )
     parser.add_argument("--interval", default="1s", metavar="TIME", help="between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
-    parser.add_argument("--json", action="store_true", help="one JSON object per look instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per update instead")
     add_flags(parser)
     args = parser.parse_args(argv)
     interval_s = max(0.2, duration_ns(args.interval) / 1e9)

@@ -29,10 +29,10 @@ def run(argv: Sequence[str]) -> int:
     """Print what was used; the exit status."""
     parser = Parser(
         prog="penstock usage",
-        description="show what ended requests used: each once, by the hour of its end. Cached tokens are part of "
-        "the prompt's, reasoning of the completion's (≥: some models' is unknown). A request that failed before its "
-        "first token counts nothing. Hours, days and months are those of UTC; the counts are kept for 13 months, also "
-        "of requests that were deleted or not stored.",
+        description="show the usage of ended requests, by the hour of their end. Prompt tokens include cached ones, "
+        "completion tokens reasoning (≥: unknown for some models). Requests that failed before the first token do not "
+        "count. Hours, days and months are in UTC. Counts are kept for 13 months, also for requests that were deleted "
+        "or not stored.",
     )
     parser.add_argument(
         "--by",

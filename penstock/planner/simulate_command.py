@@ -112,7 +112,7 @@ def _counts(planned: Simulated, role: Role) -> tuple[list[float], list[int]]:
 class PlanSimulationSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock plan simulate``."""
 
-    itl: Annotated[float, Meta(gt=0, description="limit of the time per token behind it, ms")] = 40.0
+    itl: Annotated[float, Meta(gt=0, description="limit of the time per token after the first, ms")] = 40.0
     shape: Annotated[Shape, Meta(description="of the load: a day, bursts of two minutes, or always --high")] = "diurnal"
     trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --shape")] = ""
     speed: Annotated[float, Meta(gt=0, description="of a trace: how many times faster it comes")] = 1.0

@@ -1,4 +1,4 @@
-"""Why a worker's process ended, and what it ran at that time: a small file that its supervisor or its next life reads.
+"""Records the requests that a worker runs in a small file, which its supervisor or the restarted worker reads.
 
 A process that is killed reports nothing itself. So a worker notes what it begins and ends in a file of its state
 folder, and the kernel keeps what was written when the process is gone. Whoever reads it afterwards returns what it ran
@@ -191,7 +191,7 @@ class CrashJournal:
 
     Args:
         folder: of this machine; None: nothing is noted.
-        name: of the worker, the same in its next life.
+        name: of the worker, the same after a restart.
 
     Attributes:
         last: what is left of the life before, with its end judged; None: nothing.

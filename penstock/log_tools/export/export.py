@@ -106,7 +106,7 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
     parser.add_argument("--until", default="", help="accepted before; written like --since")
-    parser.add_argument("--from-seq", type=int, default=0, metavar="N", help="from this sequence of REQUESTS on")
+    parser.add_argument("--from-seq", type=int, default=0, metavar="N", help="from this sequence of REQUESTS")
 
 
 def parts_of(args: argparse.Namespace, source: LogSource) -> list[tuple[CellSource, argparse.Namespace]]:

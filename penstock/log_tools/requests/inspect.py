@@ -244,7 +244,7 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
         "--model-path", default="", help="directory of the tokenizer for --text; default: by the model's name"
     )
     parser.add_argument(
-        "--no-batches", action="store_true", help="leave out token batches: the largest stream is not read, or copied"
+        "--no-batches", action="store_true", help="leave out token batches, so that the largest stream is not read"
     )
     parser.add_argument(
         "--neighbours",
@@ -252,10 +252,10 @@ def run(argv: Sequence[str], name: str = "inspect") -> int:
         const="ids",
         default="",
         choices=("ids", "counts"),
-        help="what ran beside it at its workers, and what its router held; counts: without ids and tenants",
+        help="show what ran beside it at its workers, and what its router held; counts: without ids and tenants",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--html", default="", metavar="FILE", help="write one page that needs nothing else")
+    parser.add_argument("--html", default="", metavar="FILE", help="write one self-contained page")
     add_flags(parser)
     add_verify_flag(parser)
     args = parser.parse_args(argv)

@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     """List open leases; the exit status is 0 if the ledger could be read."""
     parser = Parser(
         prog="penstock leases",
-        description="KV blocks that workers hold for each other, now or at the stop",
+        description="list KV blocks that workers hold for each other, now or when the deployment stopped",
     )
     parser.add_argument("--all", action="store_true", help="list leases that have ended too")
     add_flags(parser)

@@ -219,7 +219,7 @@ def largest(found: Iterable[RequestLine], sort: str, limit: int) -> list[Request
 
 
 class ListOptions(NamedTuple):
-    """What to list and how. ``limit``: at most so many; 0: all."""
+    """What to list and how. ``limit``: most requests to list; 0: all."""
 
     criteria: Criteria
     limit: int
@@ -237,7 +237,7 @@ def run(argv: Sequence[str]) -> int:
     """List requests; returns the exit status."""
     parser = Parser(
         prog="penstock requests",
-        description="list requests: unfinished ones first, then those that have ended, the last to end first",
+        description="list requests: unfinished ones first, then ended ones, latest first",
     )
     _add_flags(parser)
     args = parser.parse_args(argv)
@@ -248,33 +248,33 @@ def run(argv: Sequence[str]) -> int:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
     parser.add_argument("--until", default="", help="accepted before; written like --since")
-    parser.add_argument("--at", default="", help="under way at this time: 14:03:10, or written like --since")
+    parser.add_argument("--at", default="", help="unfinished at this time: 14:03:10, or written like --since")
     parser.add_argument("--model", default="", help="as the client named it")
     parser.add_argument("--tenant", default="", help="whose requests")
     parser.add_argument("--key", default="", help="API key, as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
     parser.add_argument(
         "--worker", default="", help="id of one of its workers, also of an earlier attempt, or the beginning of it"
     )
-    parser.add_argument("--lost", action="store_true", help="only requests that lost a worker while it had them")
+    parser.add_argument("--lost", action="store_true", help="only requests that lost a worker")
     parser.add_argument("--user", default="", help="the client's `user` field")
     parser.add_argument("--state", action="append", choices=STATES, default=[], help="may be given several times")
     parser.add_argument("--code", default="", help="error code, such as deadline_exceeded; `any`: every failure")
-    parser.add_argument("--min-duration", default="0s", help="took at least, from acceptance to the end: 300ms, 20s")
-    parser.add_argument("--min-ttft", default="0s", help="took at least so long to its first token")
+    parser.add_argument("--min-duration", default="0s", help="took at least this long in all: 300ms, 20s")
+    parser.add_argument("--min-ttft", default="0s", help="took at least this long to its first token")
     parser.add_argument("--grep", default="", help="regular expression that its prompt or its answer contains")
     parser.add_argument("--ignore-case", "-i", action="store_true", help="of --grep")
     parser.add_argument(
         "--model-path", default="", help="directory of the tokenizer for --grep; default: by the model's name"
     )
     parser.add_argument(
-        "--sort", choices=sorted(SORTS), default="", help="the largest first, of all that match: wait is for a worker"
+        "--sort", choices=sorted(SORTS), default="", help="sort all by this, largest first; wait: for a worker"
     )
     parser.add_argument(
         "--why",
         choices=tuple(WHY),
         default="",
-        help="no list: where the slowest differ from the others, by duration (slow), time to the first token or "
-        "between tokens",
+        help="instead of a list: how the slowest differ from the others, by duration (slow), time to the first token "
+        "or between tokens",
     )
     parser.add_argument(
         "--slowest", type=float, default=SLOWEST_PERCENT, metavar="PERCENT", help="of --why (default: %(default)g)"
@@ -284,9 +284,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         choices=PROPERTIES,
         default="",
         metavar="PROPERTY",
-        help="no list: how many have ended with each value of a property, and what they took: " + ", ".join(PROPERTIES),
+        help="instead of a list: number and times of ended requests by a property: " + ", ".join(PROPERTIES),
     )
-    parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
+    parser.add_argument("--limit", "-n", type=int, default=50, help="most requests to list; 0: all")
     parser.add_argument("--follow", "-f", action="store_true", help="then print requests as they end, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)

@@ -94,7 +94,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-seq", type=int, default=0, help="begin at this sequence; of one stream only")
     parser.add_argument("--since", default="", help="begin 15m, 2h, 7d ago, or at 2026-11-22T09:30")
     parser.add_argument("--until", default="", help="end there; written like --since")
-    parser.add_argument("--lines", "-n", type=int, default=10, help="without a beginning: the last so many")
+    parser.add_argument("--lines", "-n", type=int, default=10, help="most messages without --since or --from-seq")
     parser.add_argument(
         "--follow", "-f", action="store_true", help="then print messages as they are stored, until Ctrl-C"
     )

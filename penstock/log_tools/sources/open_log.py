@@ -128,7 +128,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         broker="a running broker instead of the data folder",
         cells=True,
     )
-    parser.add_argument("--file", default="", metavar="FILE", help="an export (`penstock export`) instead of them")
+    parser.add_argument("--file", default="", metavar="FILE", help="an export of `penstock export` instead")
     parser.add_argument("--skip-bad", action="store_true", help="of --file: leave damaged lines out")
 
 

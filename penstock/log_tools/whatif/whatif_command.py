@@ -42,9 +42,9 @@ def run(argv: Sequence[str]) -> int:
     """Decide recorded decisions again, and return the exit status."""
     parser = Parser(
         prog="penstock whatif",
-        description="decide the routing decisions of the log again, as they were and with a change. Each decision has "
-        "the loads and caches of its record: what the change would have done to later ones is not followed "
-        "(`penstock bench router` simulates that).",
+        description="repeat the routing decisions of the log, unchanged and with a change. Each decision uses the "
+        "recorded loads and caches: effects of the change on later decisions are not simulated (`penstock bench "
+        "router` does that).",
     )
     parser.add_argument("--since", default="", help="decided since: 15m, 2h ago, or 2026-11-22T09:30")
     parser.add_argument("--until", default="", help="decided before; written like --since")

@@ -51,7 +51,7 @@ class HandoffBenchSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     blocks: Annotated[int, Meta(ge=1, description="blocks per transfer; 125 of 32 tokens are 4,000 tokens")] = 125
     rounds: Annotated[int, Meta(ge=1, description="transfers of each kind")] = 30
     listen: Annotated[
-        str, Meta(description="HOST:PORT where this host waits for `--peer` of another one, until Ctrl-C")
+        str, Meta(description="HOST:PORT on which this host waits for another host's `--peer`, until Ctrl-C")
     ] = ""
     peer: Annotated[str, Meta(description="HOST:PORT of a host that waits: measure between it and this one")] = ""
     json: Annotated[str, Meta(description="file to write the figures to")] = ""

@@ -353,7 +353,7 @@ class EndpointProfileSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_
     metrics: Annotated[
         tuple[str, ...], Meta(description="URLs of further Prometheus pages; /metrics of the server is always read")
     ] = ()
-    timeout_s: Annotated[float, Meta(gt=0, description="a request without a whole answer by then has failed")] = 600.0
+    timeout_s: Annotated[float, Meta(gt=0, description="seconds until an unfinished request fails")] = 600.0
     seed: Annotated[int, Meta(ge=0, description="of the prompts; 0: another one each time")] = 0
     overwrite: Annotated[bool, Meta(description="measure points again that the folder has")] = False
 

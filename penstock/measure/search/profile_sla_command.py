@@ -81,10 +81,10 @@ class SlaProfileSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1, description="mock: --mock-speedup, one each")
     ] = (1.0,)
     ttft: Annotated[float, Meta(gt=0, description="longest time to the first token, ms, queueing included")] = 300.0
-    itl: Annotated[float, Meta(gt=0, description="longest time per token behind it, ms")] = 25.0
+    itl: Annotated[float, Meta(gt=0, description="longest time per token after the first, ms")] = 25.0
     percentile: Annotated[
         Percentile,
-        Meta(description="which time of all requests is limited; the mean by a queueing model, others by simulation"),
+        Meta(description="statistic that is limited; the mean comes from a queueing model, others from simulation"),
     ] = "mean"
     spread: Annotated[
         float,

@@ -326,10 +326,10 @@ class SweepSettings(WorkloadFlags, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
     warm_up: Annotated[int, Meta(ge=0, description="requests to each endpoint before its first level, unmeasured")] = 10
     max_failed: Annotated[int, Meta(ge=0, description="failed requests in a run, beyond which it ends")] = 10
-    timeout_s: Annotated[float, Meta(gt=0, description="a request without a whole answer by then has failed")] = 600.0
+    timeout_s: Annotated[float, Meta(gt=0, description="seconds until an unfinished request fails")] = 600.0
     scrape_s: Annotated[float, Meta(gt=0, description="seconds between two reads of the servers' metrics")] = 1.0
     seed: Annotated[int, Meta(description="of prompts, lengths and arrivals")] = 1
-    out: Annotated[str, Meta(description="folder for the results; what is there and finished is not run again")] = (
+    out: Annotated[str, Meta(description="folder for the results; finished levels in it are not run again")] = (
         "bench-results"
     )
     overwrite: Annotated[bool, Meta(description="run levels again that are finished")] = False

@@ -224,15 +224,15 @@ def run(argv: Sequence[str]) -> int:
     """Check everything; exit status 1 if there is a problem."""
     parser = Parser(
         prog="penstock doctor",
-        description="check this machine, the broker, and everything that runs: each cause of trouble with its fix. "
-        "Exit status: 0, or 1 if something is wrong; that nothing runs is wrong too, except with --machine.",
+        description="check this machine, the broker and all processes, and print each problem with its fix. Exit "
+        "status: 0, or 1 for a problem; without --machine, a deployment that does not run is one.",
     )
     parser.add_argument("--url", action="append", default=[], help="a gateway to check too; may be repeated")
     parser.add_argument(
         "--bundle", default="", metavar="FILE", help="write a .tar.gz for a bug report, without secrets and prompts"
     )
     parser.add_argument(
-        "--machine", action="store_true", help="check the machine only, as before the first start of a deployment"
+        "--machine", action="store_true", help="check only the machine, for example before the first start"
     )
     parser.add_argument(
         "--verify",
@@ -243,7 +243,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--engine",
         choices=("trtllm",),
-        help="compare the installed engine with what its adapter knows, and try it on a model (needs a GPU)",
+        help="compare the installed engine with what its adapter expects, and try it on a model (needs a GPU)",
     )
     parser.add_argument("--model", default="", metavar="DIR", help="with --engine: a small model (default: the demo)")
     parser.add_argument(
@@ -252,7 +252,7 @@ def run(argv: Sequence[str]) -> int:
         metavar="JSON",
         help="with --engine: as of a worker",
     )
-    parser.add_argument("--all", action="store_true", help="show also what is in order")
+    parser.add_argument("--all", action="store_true", help="also show checks without a problem")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
     args = parser.parse_args(argv)
