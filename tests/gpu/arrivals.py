@@ -43,7 +43,7 @@ async def arrive(url: str, model: str, rate: float, seconds: float, tokens: int,
 
 
 async def first_tokens(url: str, model: str, prompt: list[int]) -> tuple[float, float] | None:
-    """Seconds to the first token of an answer, and from there to the second; None if it did not end well."""
+    """Seconds to the first token of an answer, which is traced, and to the second; None if it did not end well."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -55,12 +55,14 @@ async def first_tokens(url: str, model: str, prompt: list[int]) -> tuple[float, 
     parts, ended = urlsplit(url), False
     at: list[float] = []
     payload = json.dumps(body).encode()
+    parent = f"00-{random.getrandbits(128) | 1:032x}-{random.getrandbits(64) | 1:016x}-01"
     began = time.perf_counter()
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(LATE_S):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
             try:
                 head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
+                head += f"traceparent: {parent}\r\n"
                 writer.write(f"{head}content-length: {len(payload)}\r\nconnection: close\r\n\r\n".encode() + payload)
                 while line := await reader.readline():
                     if line.startswith(b"data: {") and b'"text"' in line:

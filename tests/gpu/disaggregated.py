@@ -7,12 +7,16 @@ GPUs: two aggregated workers ("chunked": in steps of 1,024 tokens), and a prefil
 computes no prompt at all). Each answers single prompts of 4,096 tokens first (from first to second token: the
 handoff), then a mixed load: connections whose answers run, beside long prompts that arrive at a given rate, which
 both must serve. A sweep gives throughput against speed of an answer: prompts of 1,024, answers of 256 tokens.
+
+Long prompts are traced: of each handoff, the log has the times of ``timeline``. `--engine mock` tries all on a CPU.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -27,8 +31,8 @@ from typing import Any
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
 from penstock.launch.state import DeploymentState, read_state
-from penstock.schemas import transfer
-from tests.gpu.arrivals import arrive
+from penstock.schemas import done, jobs, transfer
+from tests.gpu.arrivals import IDS, arrive, first_tokens
 from tests.gpu.pipeline import LONGEST, START_S, VLLM, ints, penstock, prompt_tokens, words_for
 
 SPLIT = ("--prefill", 1, "--decode", 1)
@@ -114,7 +118,60 @@ def moved(state: DeploymentState, since_ns: int) -> dict[str, float]:
     }
 
 
-def single(asked: argparse.Namespace, state: DeploymentState, data: Path) -> dict[str, float]:
+# From the prefill worker's first token (published) to the decode worker's: each step ends with what names it.
+PARTS = ("offered", "stored", "received", "transfer begun", "KV there", "step begun", "next token")
+
+
+async def timelines(state: DeploymentState, since_ns: int) -> list[list[float]]:
+    """Of each traced handoff, the milliseconds of each of ``PARTS``."""
+    bus = await connect(state.nats_url, role="client", name="bench")
+    try:
+        subjects, at = bus.subjects, dict[str, dict[str, int]]()
+        async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since_ns):
+            work = jobs.decode(entry.data)
+            if isinstance(work, transfer.Prefilled) and work.stamps is not None:
+                at[work.request] = {"published": work.first_token_ns, "stored": entry.time_ns}
+        async for entry in read(bus, subjects.stream("HANDOFF"), subjects.all("handoff"), since_ns=since_ns):
+            for line in transfer.decode_ledger(entry.data).events:
+                if line.state in LEDGER and (found := at.get(line.ticket.partition(":")[0])) is not None:
+                    found[LEDGER[line.state]] = line.at_ns
+        async for entry in read(bus, subjects.stream("DONE"), subjects.all("done"), since_ns=since_ns):
+            event = done.decode(entry.data)
+            if isinstance(event, done.Done) and event.request in at and event.stamps is not None:
+                seen = event.stamps
+                at[event.request] |= {
+                    "received": seen.received_ns, "step begun": seen.started_ns, "next token": seen.first_token_ns
+                }  # fmt: skip
+    finally:
+        await bus.close()
+    whole = [each for each in at.values() if all(each.get(part) for part in ("published", *PARTS))]
+    return [[(each[b] - each[a]) / 1e6 for a, b in itertools.pairwise(("published", *PARTS))] for each in whole]
+
+
+LEDGER = {"offered": "offered", "leased": "transfer begun", "read": "KV there"}
+
+
+def timeline(state: DeploymentState, since_ns: int) -> dict[str, dict[str, float]]:
+    """Medians and 95th percentiles of each part, and of the whole, in ms."""
+    found = asyncio.run(timelines(state, since_ns))
+    columns = {part: [each[number] for each in found] for number, part in enumerate(PARTS)}
+    columns["whole"] = [sum(each) for each in found]
+    return {
+        part: {"count": len(ms), "p50_ms": statistics.median(ms), "p95_ms": sorted(ms)[int(0.95 * len(ms))]}
+        for part, ms in columns.items()
+        if ms
+    }
+
+
+def print_timeline(layout: str, what: str, found: dict[str, dict[str, float]]) -> None:
+    if not found:
+        return
+    print(f"{layout}: {what}: of {found['whole']['count']} handoffs, ms from the first token on, p50 (p95): "
+          + ", ".join(f"{part} {each['p50_ms']:.2f} ({each['p95_ms']:.2f})" for part, each in found.items()),
+          flush=True)  # fmt: skip
+
+
+def single(asked: argparse.Namespace, state: DeploymentState, data: Path) -> dict[str, Any]:
     """Medians of prompts one at a time, and of their reads."""
     since_ns, out = time.time_ns(), data / "split.json"
     url = state.http_url
@@ -124,7 +181,17 @@ def single(asked: argparse.Namespace, state: DeploymentState, data: Path) -> dic
         check=True, timeout=120, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     found = json.loads(out.read_text())
-    return {"ttft_ms": found["split"]["ttft_ms"], "second_ms": found["split"]["second_ms"]} | moved(state, since_ns)
+    times = {"ttft_ms": found["split"]["ttft_ms"], "second_ms": found["split"]["second_ms"]} | moved(state, since_ns)
+    since_ns = time.time_ns()
+    asyncio.run(one_by_one(asked, state))
+    return times | {"timeline": timeline(state, since_ns)}
+
+
+async def one_by_one(asked: argparse.Namespace, state: DeploymentState) -> None:
+    """Traced prompts, none of which comes twice."""
+    draw = random.Random(asked.prompt)
+    for _ in range(asked.traced):
+        await first_tokens(state.http_url, state.model, draw.choices(range(*IDS), k=asked.prompt - 8))
 
 
 def load(state: DeploymentState, data: Path, streams: int, words: int, answer: int, seconds: float, seed: int) -> Any:
@@ -142,7 +209,7 @@ def load(state: DeploymentState, data: Path, streams: int, words: int, answer: i
 def mixed(asked: argparse.Namespace, state: DeploymentState, data: Path, streams: int, rate: float) -> dict[str, Any]:
     """Figures of the running answers, and of the long prompts beside them."""
     seed = round(1000 * streams + 10 * rate)  # no prompt twice
-    words, found = words_for(asked.folder, asked.short), {}
+    words, found, since_ns = words_for(asked.folder, asked.short), {}, time.time_ns()
     process, out = load(state, data, streams, words, asked.answer, asked.seconds, seed)
     if rate:
         whole_s = WARM_S + asked.seconds
@@ -150,6 +217,7 @@ def mixed(asked: argparse.Namespace, state: DeploymentState, data: Path, streams
     process.wait(timeout=WARM_S + asked.seconds + 60)
     (found["short"],) = json.loads(out.read_text())["stages"]
     steady(found["short"], streams, asked.answer)
+    found["timeline"] = timeline(state, since_ns)
     return found
 
 
@@ -181,10 +249,12 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
               f"{one['second_ms']:.1f} ms; {one['reads']:.0f} reads, median {one['read_ms']:.2f} ms, "
               f"{one['gb_per_s']:.0f} GB/s ({one['gb_per_s_least']:.0f} to {one['gb_per_s_best']:.0f}), "
               f"{one['failures']:.0f} failed", flush=True)  # fmt: skip
+        print_timeline(layout, "alone", one["timeline"])
         for streams in asked.streams:
             for rate in asked.rates:
                 each = found["mixed"][f"{streams}+{rate}"] = mixed(asked, state, data, streams, rate)
                 row(layout, streams, rate, each)
+                print_timeline(layout, f"{streams} + {rate:g}/s", each["timeline"])
         for streams in asked.sweep:
             each = found["sweep"][streams] = swept(asked, state, data, streams)
             print(f"| {layout} | sweep {streams} | {each['per_gpu']:,.0f} tokens/s per GPU | {each['per_user']:.1f} "
@@ -228,7 +298,7 @@ def floats(text: str) -> tuple[float, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="of the model")
-    parser.add_argument("--engine", choices=("native", "vllm"), default="native")
+    parser.add_argument("--engine", choices=("native", "vllm", "mock"), default="native")
     parser.add_argument("--engine-args", default="{}", help="vLLM's, as JSON, beside those of tests.gpu.pipeline")
     parser.add_argument("--layouts", default="aggregated,chunked,split,apart")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of a long prompt")
@@ -239,6 +309,7 @@ def main() -> None:
     parser.add_argument("--sweep", type=ints, default=(), help="connections of each point")
     parser.add_argument("--sweep-seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--traced", type=int, default=40, help="single prompts for the timeline")
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
