@@ -13,7 +13,6 @@ Long prompts are traced: of each handoff, the log has the times of ``timeline``.
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -118,12 +117,12 @@ def moved(state: DeploymentState, since_ns: int) -> dict[str, float]:
     }
 
 
-# From the prefill worker's first token (published) to the decode worker's: each step ends with what names it.
+# What follows the prefill worker's first token (published), up to that of the decode worker.
 PARTS = ("offered", "stored", "received", "transfer begun", "KV there", "step begun", "next token")
 
 
 async def timelines(state: DeploymentState, since_ns: int) -> list[list[float]]:
-    """Of each traced handoff, the milliseconds of each of ``PARTS``."""
+    """Of each traced handoff, when each of ``PARTS`` was, in ms after the first token."""
     bus = await connect(state.nats_url, role="client", name="bench")
     try:
         subjects, at = bus.subjects, dict[str, dict[str, int]]()
@@ -145,17 +144,16 @@ async def timelines(state: DeploymentState, since_ns: int) -> list[list[float]]:
     finally:
         await bus.close()
     whole = [each for each in at.values() if all(each.get(part) for part in ("published", *PARTS))]
-    return [[(each[b] - each[a]) / 1e6 for a, b in itertools.pairwise(("published", *PARTS))] for each in whole]
+    return [[(each[part] - each["published"]) / 1e6 for part in PARTS] for each in whole]
 
 
 LEDGER = {"offered": "offered", "leased": "transfer begun", "read": "KV there"}
 
 
 def timeline(state: DeploymentState, since_ns: int) -> dict[str, dict[str, float]]:
-    """Medians and 95th percentiles of each part, and of the whole, in ms."""
+    """Medians and 95th percentiles."""
     found = asyncio.run(timelines(state, since_ns))
     columns = {part: [each[number] for each in found] for number, part in enumerate(PARTS)}
-    columns["whole"] = [sum(each) for each in found]
     return {
         part: {"count": len(ms), "p50_ms": statistics.median(ms), "p95_ms": sorted(ms)[int(0.95 * len(ms))]}
         for part, ms in columns.items()
@@ -166,7 +164,7 @@ def timeline(state: DeploymentState, since_ns: int) -> dict[str, dict[str, float
 def print_timeline(layout: str, what: str, found: dict[str, dict[str, float]]) -> None:
     if not found:
         return
-    print(f"{layout}: {what}: of {found['whole']['count']} handoffs, ms from the first token on, p50 (p95): "
+    print(f"{layout}: {what}: of {found[PARTS[0]]['count']} handoffs, ms after the first token, p50 (p95): "
           + ", ".join(f"{part} {each['p50_ms']:.2f} ({each['p95_ms']:.2f})" for part, each in found.items()),
           flush=True)  # fmt: skip
 
