@@ -92,6 +92,25 @@ class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
     settled: bool = True
 
 
+class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
+    """The prefill of a prompt ends with the step that runs now: reserve blocks for its KV. Nobody waits for the answer.
+
+    They stay reserved until the request arrives, the owner releases the ticket, or a few seconds have passed.
+    """
+
+    ticket: str  # its id, when there will be one
+    owner: str
+    digests: bytes  # names of the prompt's full blocks
+    tails: int  # copies of its last block, if that is not full: one for each choice
+    users: int  # choices that go on
+
+
+class Fetch(msgspec.Struct, frozen=True, omit_defaults=True, tag="fetch"):
+    """The prompt's KV is there: read it into the reserved blocks, if there are any. Nobody waits for the answer."""
+
+    ticket: Ticket
+
+
 class PinPrefix(msgspec.Struct, frozen=True, omit_defaults=True, tag="pin_prefix"):
     """Pin cached blocks for a reader, which lacks a part of a prompt. Answered with PrefixPinned at once."""
 
@@ -122,7 +141,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 OperatorOrder = Drain | Sleep | Wake | RecordTrace  # on ``Subjects.drain``, where no other is taken
-WorkerControl = DumpKv | Release | Push | PinPrefix | OperatorOrder
+WorkerControl = DumpKv | Release | Push | Reserve | Fetch | PinPrefix | OperatorOrder
 
 decode_cancel = decoder(Cancel)
 decode_worker = decoder(WorkerControl)  # type: ignore[arg-type, var-annotated]

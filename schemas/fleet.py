@@ -296,6 +296,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     weights: WeightsState = FIXED
     tier_costs: tuple[float, ...] = ()  # to bring a block back from host memory, and disk, where computing it is 1
     moves_prefixes: bool = False  # reads prefixes from workers that do so too, and has them read its own
+    reserves: bool = False  # takes ``control.Reserve`` and ``control.Fetch``; False: earlier builds, and other roles
 
     @property
     def rests(self) -> str:

@@ -675,6 +675,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, reads_packed=True),
         fleet.decode,
     ),
+    "registration_that_reserves": (
+        fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, reserves=True),
+        fleet.decode,
+    ),
     "registration_of_a_pair_only": (
         fleet.Registration("w", "tiny", "decode", "sglang", 1, 32, 100, 8, 4096, pair_only=True),
         fleet.decode,
@@ -949,6 +953,8 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         control.Push("t-1", "w-2", SPLIT_ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),
         control.decode_worker,
     ),
+    "reserve": (control.Reserve("r-1:1:decode", "w-1", bytes(range(32)), 2, 2), control.decode_worker),
+    "fetch": (control.Fetch(TICKET), control.decode_worker),
     "pin_prefix": (control.PinPrefix("r-1:1:prefix", "w-2", bytes(range(32)), 0.5), control.decode_worker),
     "prefix_pinned": (control.PrefixPinned(TICKET, "not cached"), control.decode_pinned),
     "pushed": (control.Pushed("timeout", "late", 8, 0.5, False), control.decode_pushed),

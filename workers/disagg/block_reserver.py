@@ -1,15 +1,27 @@
-"""Reserves engine blocks and slots for data from other workers, in turn, and frees them once nothing writes to them."""
+"""Reserves engine blocks and slots for data from other workers, in turn, and frees them once nothing writes to them.
+
+A prefill worker announces a prompt while it computes the last of it: blocks are reserved here meanwhile, and read as
+soon as they are computed, beside the way of the message that brings the request.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.engine_protocol import Engine
+import structlog
+
+from penstock.infra.bus.tasks import Tasks
+from penstock.schemas import block_hashes
+from penstock.schemas.control import Reserve
+from penstock.schemas.transfer import Ticket
+from penstock.workers.engine_loop.loop import BlockWait, EngineLoop
+from penstock.workers.engines.engine_protocol import BlockReservation, Engine, kv_transfer_of
+from penstock.workers.kv_transfer.transport_protocol import TransferError
 from penstock.workers.session.requests import RequestTable, RunningRequest
 
 T = TypeVar("T")
+log = structlog.get_logger("handoff")
 
 
 class BlockReserver:
@@ -70,3 +82,158 @@ class BlockReserver:
     def free_after_quarantine(self, free: Callable[[Engine], object]) -> None:
         """Free blocks of a transfer whose state is unknown."""
         asyncio.get_running_loop().call_later(self._quarantine_s, self._engine.call, free)
+
+
+ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end, and from there to its request
+MOST_ANNOUNCED = 256  # prompts
+
+
+class _Announced:
+    """A prompt whose request has not come."""
+
+    __slots__ = ("order", "reading", "ticket", "timer", "wait")
+
+    def __init__(self, order: Reserve, wait: BlockWait[BlockReservation], timer: asyncio.TimerHandle) -> None:
+        self.order = order
+        self.wait = wait
+        self.timer = timer
+        self.ticket: Ticket | None = None  # once the prompt is computed
+        self.reading: asyncio.Task[BlockReservation | None] | None = None
+
+
+class AnnouncedPrompts:
+    """Used from the event loop. Each ends: its request takes it, its owner withdraws it or leaves, or it is too late.
+
+    Args:
+        fetch: copies the blocks at these positions of a ticket into local ones; raises TransferError.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        reserver: BlockReserver,
+        tasks: Tasks,
+        fetch: Callable[[Ticket, Sequence[int], Sequence[int]], Awaitable[object]],
+    ) -> None:
+        self._engine = engine
+        self._reserver = reserver
+        self._tasks = tasks.group("announced")
+        self._fetch = fetch
+        self._open: dict[str, _Announced] = {}  # by ticket
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def reserve(self, order: Reserve) -> None:
+        """Reserve blocks, if there are enough now: for the others, the request waits in turn."""
+        if order.ticket in self._open or len(self._open) >= MOST_ANNOUNCED:
+            return
+        names = block_hashes.split(order.digests)
+        wait = self._engine.wait("kv", lambda engine: kv_transfer_of(engine).reserve(names, order.tails, order.users))
+        self._engine.cancel_wait(wait)
+        self._open[order.ticket] = _Announced(order, wait, self._timer(order.ticket))
+
+    def fetch(self, ticket: Ticket) -> None:
+        """The prompt is computed."""
+        announced = self._open.get(ticket.id)
+        if announced is None or announced.reading is not None or announced.order.owner != ticket.worker:
+            return
+        announced.timer.cancel()
+        announced.timer = self._timer(ticket.id)
+        self._read(announced, ticket)
+
+    async def take(self, ticket: Ticket, names: list[bytes], tails: int, users: int) -> BlockReservation | None:
+        """The blocks of a prompt whose request has come, with its KV; None: none are reserved for it.
+
+        Raises:
+            TransferError: the KV could not be read. The blocks are freed.
+        """
+        announced = self._open.pop(ticket.id, None)
+        if announced is None:
+            return None
+        announced.timer.cancel()
+        order, known = announced.order, announced.ticket
+        if (order.owner, order.digests, order.tails, order.users) != (ticket.worker, b"".join(names), tails, users) or (
+            known is not None and (known.blocks, known.generations) != (ticket.blocks, ticket.generations)
+        ):
+            self._free(announced)
+            return None
+        reading = announced.reading or self._read(announced, ticket)
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            self._free(announced)
+            raise
+
+    def drop(self, ticket: str) -> bool:
+        """The request does not come, or needs no KV; False: none was announced."""
+        announced = self._open.pop(ticket, None)
+        if announced is not None:
+            announced.timer.cancel()
+            self._free(announced)
+        return announced is not None
+
+    def lost(self, owner: str) -> None:
+        """A prefill worker has left: the next attempt has another ticket."""
+        for ticket in [ticket for ticket, each in self._open.items() if each.order.owner == owner]:
+            self.drop(ticket)
+
+    async def close(self) -> None:
+        for ticket in list(self._open):
+            self.drop(ticket)
+        await self._tasks.aclose()
+
+    def _timer(self, ticket: str) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(ANNOUNCED_S, self.drop, ticket)
+
+    def _read(self, announced: _Announced, ticket: Ticket) -> "asyncio.Task[BlockReservation | None]":
+        announced.ticket = ticket
+        work = self._read_blocks(announced.wait, ticket)
+        announced.reading = reading = self._tasks.spawn(work, name="announced", on_failure=_not_read)
+        return reading
+
+    async def _read_blocks(self, wait: BlockWait[BlockReservation], ticket: Ticket) -> BlockReservation | None:
+        reserved = await asyncio.shield(asyncio.wrap_future(wait.answer))
+        if reserved is None:
+            return None
+        reservation = reserved
+        positions, local = to_read(reservation)
+
+        def free(engine: Engine) -> None:
+            kv_transfer_of(engine).release(reservation)
+
+        try:
+            if positions:
+                await self._fetch(ticket, positions, local)
+        except TransferError as error:
+            self._reserver.free_when_settled(error.settled, free)
+            raise
+        except BaseException:
+            self._reserver.free_after_quarantine(free)
+            raise
+        return reservation
+
+    def _free(self, announced: _Announced) -> None:
+        """Free the blocks, once nothing writes to them."""
+
+        def free(answer: "Future[BlockReservation | None] | asyncio.Task[BlockReservation | None]") -> None:
+            reservation = None if answer.cancelled() or answer.exception() else answer.result()
+            if reservation is not None:
+                self._engine.call(lambda engine: kv_transfer_of(engine).release(reservation))
+
+        (announced.reading or announced.wait.answer).add_done_callback(free)
+
+
+def to_read(reservation: BlockReservation) -> tuple[list[int], list[int]]:
+    """The positions in a ticket of what is to be read, and the blocks into which it is read.
+
+    The prompt's last block, if it is not full, comes once per choice: each writes its own tokens behind it.
+    """
+    full = len(reservation.digests)
+    positions = [*range(reservation.have, full), *[full] * len(reservation.tails)]
+    return positions, reservation.blocks[reservation.have :] + reservation.tails
+
+
+def _not_read(error: BaseException) -> None:
+    if not isinstance(error, TransferError):  # those are logged, and raised to whoever takes the blocks
+        log.warning("reader_task_failed", error=repr(error))

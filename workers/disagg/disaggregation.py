@@ -22,12 +22,13 @@ import structlog
 from penstock.infra.bus import memory_storage
 from penstock.infra.bus.puller import ACK
 from penstock.schemas import contents, jobs, wire
-from penstock.schemas.control import Ok, PinPrefix, PrefixPinned, Push, Pushed, Release
+from penstock.schemas.control import Fetch, Ok, PinPrefix, PrefixPinned, Push, Pushed, Release, Reserve
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import ConnectorUse
+from penstock.schemas.jobs import Stage
 from penstock.schemas.subjects import HEADER_LOAD
 from penstock.schemas.transfer import PREFIX, Encoded, Prefilled, Ticket
-from penstock.workers.disagg.block_reserver import BlockReserver
+from penstock.workers.disagg.block_reserver import AnnouncedPrompts, BlockReserver, to_read
 from penstock.workers.disagg.embedding_stage import EmbeddingStage
 from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.disagg.owner import Owner
@@ -101,6 +102,8 @@ class DisaggCoordinator:
         self.reserver = BlockReserver(engine, context.requests, quarantine_s)
         self._ledger = TransferLedger(bus, context.outbox, context.id, metrics)
         self._owner: Owner | None = None
+        self._announced: AnnouncedPrompts | None = None  # by prefill workers
+        self._announced_to: set[str] = set()  # requests that a decode worker has reserved blocks for, as far as known
         self.reader: BlockReader | None = None
         self._peers: PeerWatcher | None = None
         if transport is not None or info.handoff_layout:
@@ -120,6 +123,8 @@ class DisaggCoordinator:
                 self._on_peer_lost,
                 moves_prefixes=prefixes is not None,
             )
+            if settings.role == "decode" and self.reader is not None:
+                self._announced = AnnouncedPrompts(engine, self.reserver, context.tasks, self.reader.fetch)
         self._embeddings = EmbeddingStage(context, engine, vision, self.reserver, self._owner, self.reader)
 
     # --- start and stop ---
@@ -143,7 +148,18 @@ class DisaggCoordinator:
 
     @property
     def open_leases(self) -> int:
-        return self._owner.open if self._owner is not None else 0
+        """Blocks held for other workers' requests, by ticket."""
+        return (self._owner.open if self._owner is not None else 0) + len(self._announced or ())
+
+    @property
+    def announces(self) -> bool:
+        """Whether this worker says so when a prompt is about to end."""
+        return self._peers is not None and self._context.settings.role == "prefill"
+
+    @property
+    def reserves(self) -> bool:
+        """Whether it takes such announcements."""
+        return self._announced is not None
 
     def use(self, stats: EngineStats) -> ConnectorUse | None:
         """What is held for handoffs; None: this worker makes none. ``stats``: the engine's latest."""
@@ -170,6 +186,8 @@ class DisaggCoordinator:
     async def close(self) -> None:
         if self._peers is not None:
             await self._peers.stop()
+        if self._announced is not None:
+            await self._announced.close()
         if self._owner is not None:
             await self._owner.close()
         if self.reader is not None:
@@ -182,10 +200,24 @@ class DisaggCoordinator:
         if self._owner is not None and self.reader is not None:
             self._owner.lost(worker)
             self.reader.lost(worker)
+        if self._announced is not None:
+            self._announced.lost(worker)
 
     # --- control requests ---
 
+    def expect(self, order: Reserve | Fetch) -> None:
+        if self._announced is None:
+            return
+        if isinstance(order, Fetch):
+            self._announced.fetch(order.ticket)
+            return
+        request, attempt, _ = order.ticket.rsplit(":", 2)
+        if not (self._requests.knows(request, int(attempt)) or self._context.lease.gone):
+            self._announced.reserve(order)
+
     def release(self, order: Release) -> Ok:
+        if self._announced is not None and self._announced.drop(order.ticket):
+            return Ok()
         return self._owner.release(order) if self._owner is not None else Ok(error="this worker pins no blocks")
 
     async def push(self, order: Push) -> Pushed:
@@ -295,15 +327,43 @@ class DisaggCoordinator:
 
     # --- prefill ---
 
-    async def send_prefilled(self, running: RunningRequest) -> None:
-        """All sequences have their first token, or leave it to the next engine: hand the KV to the decode worker."""
-        stage, pinned = running.route[0], running.pinned
-        assert self._owner is not None
-        if pinned is None:
-            self._terminal.requeue(running, "no blocks to hand off")
+    def announce(self, running: RunningRequest) -> None:
+        """The rest of a prompt is being computed: have the decode worker reserve blocks meanwhile, if it can."""
+        request, size, stage = running.request, self._info.block_size, running.route[0]
+        if (
+            self._peers is None
+            or not self._peers.reserves(stage.worker)
+            or not self._requests.is_current(running)
+            or not self._context.lease.trusted()
+        ):
             return
+        names = prompt_digests(request, self._context.model.revision, size)
+        users = sum(outcome is None for outcome in running.outcomes)
+        tails = users if request.prompt_tokens % size else 0
+        self._announced_to.add(request.id)
+        self._tell(stage, Reserve(ticket_id(running, stage), self._context.id, b"".join(names), tails, users))
+
+    def withdraw(self, running: RunningRequest) -> None:
+        """A request ends here: if it was announced, it is not handed off."""
+        if running.request.id in self._announced_to:
+            self._announced_to.discard(running.request.id)
+            stage = running.route[0]
+            self._tell(stage, Release(ticket_id(running, stage), self._context.id))
+
+    def _tell(self, stage: Stage, order: Reserve | Fetch | Release) -> None:
+        """Ask for no answer: what is lost, or not sent while the connection is down, is done later or ends itself."""
+        self._bus.nc.post(self._bus.subjects.control(stage.worker), wire.encode(order))
+
+    def offer(self, running: RunningRequest) -> Ticket | None:
+        """All sequences have their first token, or leave it to the next engine: the decode worker may read the KV.
+
+        It does so at once if it has reserved blocks. Otherwise it needs the request, too (``send_prefilled``).
+        """
+        stage, pinned = running.route[0], running.pinned
+        if pinned is None:
+            return None
+        assert self._owner is not None
         holder = pinned.key
-        job = msgspec.Raw(wire.encode(next_job(running)))
 
         def free(engine: Engine) -> object:
             return engine.release_pinned(holder)
@@ -311,6 +371,17 @@ class DisaggCoordinator:
         ticket = self._owner.offer(
             ticket_id(running, stage), stage.worker, "kv", pinned.blocks, pinned.generations, free
         )
+        if running.request.id in self._announced_to and self._context.lease.trusted():
+            self._tell(stage, Fetch(ticket))
+        return ticket
+
+    async def send_prefilled(self, running: RunningRequest, ticket: Ticket | None) -> None:
+        """Hand a request over with the ticket of its KV."""
+        pinned = running.pinned
+        if pinned is None or ticket is None:
+            self._terminal.requeue(running, "no blocks to hand off")
+            return
+        job = msgspec.Raw(wire.encode(next_job(running)))
         prefilled = Prefilled(
             running.request.id,
             running.attempt,
@@ -392,6 +463,7 @@ class DisaggCoordinator:
 
     def _on_handed_off(self, running: RunningRequest) -> None:
         """The next stage has the request."""
+        self._announced_to.discard(running.request.id)
         self._context.metrics.handed_off(running.routed_ns, running.started_ns, running.first_token_ns)
         self._requests.mark_ended(running.request.id, running.attempt)
         running.kv_holder = None  # the ticket's lease holds the blocks
@@ -429,6 +501,8 @@ class DisaggCoordinator:
 
     def release_input(self, stage_input: StageInput) -> None:
         """Release the previous stage's blocks: they are no longer needed."""
+        if self._announced is not None:
+            self._announced.drop(stage_input.ticket.id)
         if self.reader is not None:
             self.reader.release(stage_input.ticket)
 
@@ -453,6 +527,11 @@ class DisaggCoordinator:
         tails = users if rest else 0
         if full + tails > self._info.total_blocks:
             return None  # the engine refuses the sequences and names the limit, or runs them without these blocks
+        try:
+            if self._announced is not None and (announced := await self._announced.take(ticket, digests, tails, users)):
+                return announced
+        except TransferError:
+            return None
         now_ns = self._bus.clock.now_ns()
         reservation = await self.reserver.reserve(
             running,
@@ -463,9 +542,7 @@ class DisaggCoordinator:
         )
         if reservation is None:
             return None
-        # The prompt's last block once per choice: each writes its own tokens behind it.
-        positions = [*range(reservation.have, full), *[full] * tails]
-        local = reservation.blocks[reservation.have :] + reservation.tails
+        positions, local = to_read(reservation)
         try:
             if positions:
                 await self.reader.fetch(ticket, positions, local)

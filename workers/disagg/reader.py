@@ -319,6 +319,7 @@ class PeerWatcher:
         self._moves_prefixes = moves_prefixes
         self._lost = lost
         self._agents: dict[str, Endpoint] = {}
+        self._reserving: set[str] = set()
         self._watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
         self._following = AsyncExitStack()
 
@@ -336,8 +337,14 @@ class PeerWatcher:
         """Expire leases; called several times a second."""
         self._watch.expire()
 
+    def reserves(self, worker: str) -> bool:
+        """Whether a worker takes announcements of prompts."""
+        return worker in self._reserving
+
     def _joined(self, member: RegisteredWorker) -> None:
         registration = member.registration
+        if registration.reserves:
+            self._reserving.add(registration.worker)
         endpoint = registration.transfer
         agent = self._agents.get(registration.worker)
         if endpoint is None or registration.worker == self._worker or registration.model != self._model:
@@ -362,6 +369,7 @@ class PeerWatcher:
 
     def _left(self, member: RegisteredWorker, reason: str) -> None:
         worker = member.registration.worker
+        self._reserving.discard(worker)
         endpoint = self._agents.pop(worker, None)
         if endpoint is not None:
             self._transport.forget(endpoint.agent)

@@ -429,7 +429,13 @@ class KvTransfer(Protocol):
     """The additional interface of an engine whose pool (see ``memory``) accepts KV blocks from other workers.
 
     Called from the engine thread only, except ``find``.
+
+    Attributes:
+        prompts_end: called there with the keys of pinned sequences as the step is planned that computes the last of
+            their prompts; None: nobody wants to know.
     """
+
+    prompts_end: Callable[[list[object]], None] | None
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
         """Hold blocks for the KV of these names, cached or to be filled; None: too few are available now.

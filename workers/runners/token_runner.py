@@ -25,6 +25,7 @@ from penstock.infra.fair_queue import QueueLimits
 from penstock.infra.process.scheduling import CoreWaits
 from penstock.schemas import done, fleet, jobs, kv, requests
 from penstock.schemas.control import (
+    Fetch,
     Ok,
     PinPrefix,
     PrefixPinned,
@@ -33,6 +34,7 @@ from penstock.schemas.control import (
     RecordedTrace,
     RecordTrace,
     Release,
+    Reserve,
     Sleep,
     Wake,
 )
@@ -431,7 +433,22 @@ class TokenRunner:
             self._terminal.finish(running)
         else:
             running.handing_off = True
-            self._run_stage(running, self.disaggregation.send_prefilled(running))
+            ticket = self.disaggregation.offer(running)
+            self._run_stage(running, self.disaggregation.send_prefilled(running, ticket))
+
+    def _follow_prompts(self, engine: Engine) -> None:
+        """In the engine thread."""
+
+        def prompts_end(sequences: list[Any]) -> None:
+            self._loop.call_soon_threadsafe(self._on_prompts_end, sequences)
+
+        if engine.kv_transfer is not None:
+            engine.kv_transfer.prompts_end = prompts_end
+
+    def _on_prompts_end(self, sequences: list[Any]) -> None:
+        for sequence in sequences:
+            if sequence.owner is not None:
+                self.disaggregation.announce(sequence.owner)
 
     # --- waiting for the weights (``RequestHolder``) ---
 
@@ -488,6 +505,7 @@ class TokenRunner:
         if running.block_wait is not None:
             self._engine.cancel_wait(running.block_wait)
         self.publisher.forget(running)
+        self.disaggregation.withdraw(running)
         if cancel:
             self._engine.cancel(running.sequences)
         holder, media = running.kv_holder, running.media
@@ -525,6 +543,8 @@ class TokenRunner:
         self._context.tasks.spawn(self.publisher.run(), name="flushes")
         self._engine.begin_session(self.publisher.deliver)
         await self.disaggregation.open()
+        if self.disaggregation.announces:
+            self._engine.call(self._follow_prompts)
         if self._adapters is not None:
             await self._adapters.follow(self._context.bus)
             self._context.tasks.spawn(self._adapters.keep(), name="adapters")
@@ -608,6 +628,7 @@ class TokenRunner:
             adapter_slots=adapters.slots if adapters else 0,
             weights=fleet.FIXED if self._weights is None else self._weights.shown,
             moves_prefixes=self._moves_prefixes,
+            reserves=self.disaggregation.reserves,
             tier_costs=self._tier_costs,
         )
 
@@ -658,6 +679,9 @@ class TokenRunner:
 
     async def push(self, order: Push) -> Pushed:
         return await self.disaggregation.push(order)
+
+    def expect(self, order: Reserve | Fetch) -> None:
+        self.disaggregation.expect(order)
 
     def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
         return self.disaggregation.pin_prefix(order)

@@ -426,6 +426,11 @@ class RequestTable:
             return Admission.PENDING
         return Admission.RUN
 
+    def knows(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt, or a later one, has come."""
+        here = [each[request_id].attempt for each in (self.running, self.ending) if request_id in each]
+        return max(*here, self.ended.get(request_id, -1), -1) >= attempt
+
     def owns(self, running: RunningRequest) -> bool:
         """Whether it is still this worker's, to run or to end."""
         return self.running.get(running.request.id) is running

@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import msgspec
@@ -28,7 +28,8 @@ from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import PROMPT as PROMPT_ITEM
 from penstock.schemas.trace import Trace
 from penstock.schemas.transfer import Prefilled
-from penstock.workers.disagg import disaggregation
+from penstock.workers.disagg import block_reserver, disaggregation
+from penstock.workers.disagg.block_reserver import AnnouncedPrompts
 from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines import mock
 from penstock.workers.engines.engine_protocol import BlockReservation
@@ -515,6 +516,186 @@ async def test_many_handoffs_at_once_are_all_right_and_leave_nothing(log: LogCli
     for each in asked:
         await log.end(each)
         assert log.streamed(each) == answer(each)
+    await pair.free()
+
+
+# -- announced prompts --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unsent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Prefill hands no request over before this is set."""
+    sent, coordinator = asyncio.Event(), pair.prefill.session.runner.disaggregation
+    publish = coordinator._publish_stage
+
+    async def later(*stage: Any) -> None:
+        await sent.wait()
+        await publish(*stage)
+
+    monkeypatch.setattr(coordinator, "_publish_stage", later)
+    return sent
+
+
+def announced(pair: Pair) -> AnnouncedPrompts:
+    return cast("AnnouncedPrompts", pair.decode.session.runner.disaggregation._announced)
+
+
+async def reserving(log: LogClient, pair: Pair) -> None:
+    """Until prefill knows that decode takes announcements."""
+    peers = pair.prefill.session.runner.disaggregation._peers
+    assert peers is not None
+    await eventually(lambda: peers.reserves(pair.decode.id))
+
+
+@pytest.mark.parametrize("asked", [{}, {"n": 2, "sampling": DRAWN}], ids=["one choice", "two"])
+async def test_kv_is_read_while_the_message_with_the_request_is_on_its_way(
+    log: LogClient, pair: Pair, unsent: asyncio.Event, asked: dict[str, Any]
+) -> None:
+    await reserving(log, pair)
+    wanted = request(PROMPT, **asked)
+    await send_jobs(log, pair, wanted)
+    await log.states(wanted, "read")
+    assert not pair.decode.session.requests.running
+    assert len(announced(pair)) == pair.decode.session.runner.disaggregation.open_leases == 1
+    unsent.set()
+    await log.end(wanted)
+    assert [log.streamed(wanted, at) for at in range(wanted.n)] == [answer(wanted, choice=at) for at in range(wanted.n)]
+    assert await log.states(wanted, "released") == ["offered", "leased", "read", "released"]
+    assert not len(announced(pair))
+    await pair.free()
+
+
+async def test_kv_that_was_read_for_a_request_that_never_comes_is_freed(
+    log: LogClient, pair: Pair, unsent: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_reserver, "ANNOUNCED_S", 0.2)
+    await reserving(log, pair)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await log.states(asked, "read")
+    await pair.decode.frees_everything()
+    unsent.set()  # it comes after all
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    await pair.free()
+
+
+async def test_a_prompt_that_ends_at_the_prefill_worker_is_withdrawn(
+    log: LogClient, pair: Pair, unsent: asyncio.Event
+) -> None:
+    await reserving(log, pair)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await log.states(asked, "read")
+    began = time.monotonic()
+    await log.revoke(pair.prefill.id, asked, 1, role="prefill")
+    await pair.decode.frees_everything()
+    assert time.monotonic() - began < block_reserver.ANNOUNCED_S / 2
+    unsent.set()
+    await pair.free()
+
+
+async def test_announced_prompts_of_a_prefill_worker_that_dies_are_freed(
+    log: LogClient, pair: Pair, unsent: asyncio.Event
+) -> None:
+    await reserving(log, pair)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await log.states(asked, "read")
+    unsent.set()
+    dead = pair.prefill.id
+    await pair.prefill.die()
+    began = time.monotonic()
+    await log.remove_key(dead)
+    await pair.decode.frees_everything()
+    assert time.monotonic() - began < block_reserver.ANNOUNCED_S / 2
+    await pair.prefill.begin()
+    await send_jobs(log, pair, asked, attempt=2)
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    await pair.free()
+
+
+async def test_kv_that_cannot_be_read_in_time_is_computed_and_nothing_is_held(
+    log: LogClient, pair: Pair, unsent: asyncio.Event
+) -> None:
+    await reserving(log, pair)
+    assert pair.prefill.transport is not None
+    pair.network.stall(pair.prefill.transport.endpoint.agent)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
+    unsent.set()
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    assert await log.failure(asked) == "timeout"
+    pair.network.resume(pair.prefill.transport.endpoint.agent)
+    await pair.free()
+
+
+async def test_a_session_that_ends_while_announced_kv_is_read_holds_nothing(
+    log: LogClient, pair: Pair, unsent: asyncio.Event
+) -> None:
+    await reserving(log, pair)
+    assert pair.prefill.transport is not None
+    pair.network.stall(pair.prefill.transport.endpoint.agent)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
+    await pair.decode.session.fence()
+    pair.network.resume(pair.prefill.transport.endpoint.agent)
+    await pair.decode.frees_everything()
+    unsent.set()
+    await pair.decode.begin()
+
+
+async def test_announcements_that_come_twice_late_alone_or_of_another_prompt_change_nothing(
+    log: LogClient, pair: Pair, unsent: asyncio.Event
+) -> None:
+    await reserving(log, pair)
+    asked = request(PROMPT)
+    ticket = f"{asked.id}:1:decode"
+
+    async def say(*orders: control.Reserve | control.Fetch) -> None:
+        for order in orders:
+            await log.bus.nc.publish(log.bus.subjects.control(pair.decode.id), wire.encode(order))
+        await log.bus.nc.flush()
+
+    others = control.Reserve(ticket, pair.prefill.id, bytes(7 * 16), 1, 1)
+    await say(others, others)
+    await eventually(lambda: len(announced(pair)))
+    await send_jobs(log, pair, asked)
+    unsent.set()
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    message = await handed(log, asked)
+    await say(others, control.Fetch(message.ticket), control.Fetch(message.ticket))
+    more = request(PROMPT[:20])  # behind it, all of them were looked at
+    await send_jobs(log, pair, more)
+    await log.end(more)
+    assert log.streamed(more) == answer(more)
+    assert not len(announced(pair))
+    await pair.free()
+
+
+async def test_workers_of_earlier_builds_are_told_nothing_of_prompts_that_end(
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = pair.prefill.session.runner.disaggregation._peers
+    assert peers is not None
+    monkeypatch.setattr(peers, "_reserving", set[str]())
+    heard: list[bytes] = []
+
+    async def hear(message: Any) -> None:
+        heard.append(message.data)
+
+    await log.bus.nc.subscribe(log.bus.subjects.control(pair.decode.id), cb=hear)
+    await log.bus.nc.flush()
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    assert not heard
     await pair.free()
 
 

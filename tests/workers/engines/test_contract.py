@@ -925,6 +925,25 @@ def test_a_prefix_that_another_engine_caches_is_read_from_it(subject: Subject, m
     target.idle()
 
 
+def test_the_end_of_a_pinned_prompt_is_known_once_and_before_its_last_step_is_computed(
+    subject: Subject, make: Make
+) -> None:
+    if subject.handoff != "blocks":
+        pytest.skip("its blocks travel by themselves")
+    source = make(role="prefill", max_batched_tokens=32)
+    cache = source.engine.kv_transfer
+    assert cache is not None
+    known: list[tuple[list[object], bool]] = []
+    cache.prompts_end = lambda keys: known.append((keys, bool(source.seen.outputs)))
+    long = [*PROMPT, *PROMPT[::-1], *PROMPT]
+    assert len(long) > 64
+    source.run(ask("other", PROMPT, 2))
+    source.seen.outputs.clear()
+    pinned, _ = prefilled(source, ask("h", long))
+    assert known == [(["h"], False)]
+    assert source.engine.release_pinned(pinned.key)
+
+
 def test_what_is_pinned_and_dropped_is_let_go_of(subject: Subject, make: Make) -> None:
     needs(subject, HANDOFF)
     source = make(role="prefill", handoff_lease_s=1.0)

@@ -382,6 +382,10 @@ class ScheduledEngine:
             scoring = [scheduled for scheduled in scoring if scheduled not in waiting]
         if self._copier is not None and plan:
             self._copy(self._copier)
+        if (prompts_end := scheduler.reservations.prompts_end) is not None:
+            ending = [scheduled.sequence.key for scheduled in plan if scheduled.samples and scheduled.sequence.pin]
+            if ending:
+                prompts_end(ending)
         if self.executor is None:
             return self._step_overlapped(plan, scoring, failures, began)
         if self._speculation is not None and plan:

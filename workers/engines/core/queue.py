@@ -38,6 +38,7 @@ class Reservations:
     What host memory has of a prompt is brought back, what only files have is not: the other worker is faster.
 
     Attributes:
+        prompts_end: as of ``KvTransfer``.
         copy: makes the copies that are planned, without waiting.
         settle: waits for copies of these blocks.
 
@@ -51,6 +52,7 @@ class Reservations:
         self._blocks = blocks
         self._pinned = pinned
         self._headroom = headroom
+        self.prompts_end: Callable[[list[object]], None] | None = None
         self.copy: Callable[[], None] = lambda: None
         self.settle: Callable[[Seq[int]], None] = lambda blocks: None
         self.expected = 0  # sequences that reservations were made for, and that have not started
