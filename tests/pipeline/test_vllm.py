@@ -303,28 +303,45 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
     await all_end(list(roles.values()))
 
 
-async def test_a_worker_sees_images_and_its_blocks_are_known_by_them(
-    deployment: Deployment, variables: dict[str, str], http: httpx.AsyncClient, tmp_path: Path
+@pytest.mark.parametrize("roles", [("aggregated",), ("prefill", "decode")], ids="-".join)
+async def test_images_are_seen_and_their_blocks_are_known_by_them(
+    deployment: Deployment,
+    variables: dict[str, str],
+    bus: Bus,
+    http: httpx.AsyncClient,
+    tmp_path: Path,
+    roles: tuple[str, ...],
 ) -> None:
     """The same question about the same picture comes from the cache; about another one, it does not."""
-    join(VISION, tmp_path / "demo-vision")
-    flags = [str(tmp_path / "demo-vision") if flag == str(DEMO) else flag for flag in FLAGS]
-    worker = deployment.also(
-        "worker", *flags, *EXACT, "--name", "sees", "--metrics-port", str(free_port()), **variables
-    )
-    worker.wait_for("worker_registered", START_S)
+    model = "-".join(("vision", *roles))
+    join(VISION, tmp_path / model)
+    flags = [str(tmp_path / model) if flag == str(DEMO) else flag for flag in FLAGS]
+    names = {role: f"sees-as-{role}" for role in roles}
+    workers = [
+        deployment.also("worker", *flags, *EXACT, "--role", role, "--name", name, "--drain-s", "3", **variables)
+        for role, name in names.items()
+    ]
+    for worker in workers:
+        await asyncio.to_thread(worker.wait_for, "worker_registered", START_S)
     known = await http.get("/v1/models")
-    assert "demo-vision" in [each["id"] for each in known.json()["data"]]
+    assert model in [each["id"] for each in known.json()["data"]]
 
     async def asked(number: int) -> dict[str, Any]:
         url = "data:image/png;base64," + base64.b64encode(picture(number)).decode()
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Describe the picture."}]
-        body = {"model": "demo-vision", "messages": [{"role": "user", "content": content}], "temperature": 0}
+        body = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0}
         answer = await http.post("/v1/chat/completions", json=body | {"max_tokens": COUNT, "ignore_eos": True})
         assert answer.status_code == 200, answer.text
+        timeline, done = await ending(bus, answer.headers["x-request-id"])
+        assert not done.code
+        went = [stage.role for stage in timeline.routed[0].decision.route]
+        if number not in seen:  # what is cached may need one worker only
+            assert went == (list(roles) if len(roles) > 1 else [])
+        seen.add(number)
         found: dict[str, Any] = answer.json()
         return found
 
+    seen: set[int] = set()
     first, other, again = [await asked(number) for number in (1, 2, 1)]
     texts = [each["choices"][0]["message"]["content"] for each in (first, other, again)]
     tokenizer = Tokenizer.from_file(str(VISION / "tokenizer.json"))
@@ -332,4 +349,4 @@ async def test_a_worker_sees_images_and_its_blocks_are_known_by_them(
     assert texts[1] == tokenizer.decode(expected(prompt(1), (2,)))
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= TOKENS // BLOCK * BLOCK
     assert (other["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0) < TOKENS
-    worker.stop()
+    assert await stopped(workers) == [0] * len(workers)

@@ -478,6 +478,9 @@ class DisaggCoordinator:
         running.started_ns = prefilled.started_ns
         running.first_token_ns = prefilled.first_token_ns
         if prefilled.opaque and self.reader is not None and self._bus.clock.now_ns() < prefilled.ticket.lease_ns:
+            if running.request.media and self._info.media_with_kv and not await self._embeddings.load(running, None):
+                self.release_input(prefilled)
+                return
             running.fetching = prefilled.ticket
             for sequence in running.sequences if prefilled.started_ns else ():  # else handed over ahead of the prompt
                 sequence.adopted_cached = prefilled.cached

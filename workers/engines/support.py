@@ -177,7 +177,7 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "vllm": Support(
         prefill_decode="its NixlConnector",
-        images="aggregated",
+        images="yes",
         encode=NO,
         kv_events="over ZMQ",
         resumed_draws=NO,

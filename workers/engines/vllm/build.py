@@ -116,6 +116,8 @@ def from_settings(
         if model.vision is not None and takes_images(settings, model):
             store = ImageStore(model.vision, settings.embed_slots)
             options = options._replace(images=store, placeholder=model.vision.image_token_id)
+            # A decode engine names blocks and positions by the images, and computes the prompt if the KV is lost.
+            info = msgspec.structs.replace(info, media_with_kv=True)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = VllmAdapter(info, runtime, options, scheduler)
@@ -150,8 +152,8 @@ def arguments(
 
 
 def takes_images(settings: WorkerSettings, model: modeldir.ModelDir) -> bool:
-    """Whether prompts may have images. A decode engine would need them, too, beside the KV that it fetches."""
-    return model.vision is not None and settings.role == "aggregated"
+    """Whether prompts may have images."""
+    return model.vision is not None and settings.role != "encode"
 
 
 def info_of(

@@ -12,10 +12,10 @@ from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.block_hashes import chain, root, split
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.engine_protocol import RequestError
+from penstock.workers.engines.engine_protocol import MediaReservation, RequestError, SequenceRequest
 from penstock.workers.engines.native.build import build as native_engine
 from tests import standins
-from tests.workers.engines.contract import ALL, REAL, Driver, fold
+from tests.workers.engines.contract import ALL, REAL, Driver, carried_on, fold, prefilled
 from tests.workers.engines.native import llava_next
 from tests.workers.engines.native.models import run, tokens
 from tests.workers.engines.native.test_llava_next import COUNT, SIZE, asking, encoded, options, picture
@@ -82,6 +82,35 @@ def test_pictures_are_answered_as_transformers_answers_them_and_their_blocks_hav
     native.close()
 
 
+def shown(request: SequenceRequest, held: MediaReservation, **more: Any) -> SequenceRequest:
+    """The request where its pictures are in these slots."""
+    media = [span._replace(slots=slots) for span, slots in zip(request.media, held.slots, strict=True)]
+    return msgspec.structs.replace(request, media=media, **more)
+
+
+def test_a_decode_engine_goes_on_behind_pictures_that_a_prefill_engine_computed(model: ModelDir) -> None:
+    with made(model) as whole, made(model, role="prefill") as source, made(model, role="decode") as target:
+        drivers = (whole, source, target)
+        for numbers in PICTURES:
+            here, there, then = [encoded(driver.engine.vision, model, numbers) for driver in drivers]
+            request = msgspec.structs.replace(asking(model, numbers, here.slots), root=ROOT)
+            wanted = whole.run(request).tokens(numbers)
+            assert len(wanted) == COUNT
+            for key in ("first", "again"):  # both have its blocks by then
+                pinned, first = prefilled(source, shown(request, there, key=key))
+                later = shown(request, then, key=key, generated=[first])
+                seen = carried_on(SUBJECT, source, target, pinned, later)
+                assert seen.failures == []
+                assert [first, *seen.tokens(key)] == wanted
+                assert seen.cached(key) >= len(request.prompt) - 1  # no picture was computed here
+            names = split(chain(pack_tokens(request.prompt), SIZE, ROOT, request.extra))
+            target.until(lambda names=names: set(names) <= set(target.fold()), "the names of its blocks")
+        pinned, first = prefilled(source, shown(request, there, key="lost", root=root("another tenant")))
+        source.engine.close()
+        lost = shown(request, then, key="lost", root=root("another tenant"), generated=[first], opaque=pinned.opaque)
+        assert [first, *target.run(lost).tokens("lost")] == wanted
+
+
 def test_what_it_does_not_take_is_refused(model: ModelDir) -> None:
     with made(model) as driver:
         vision = driver.engine.vision
@@ -92,12 +121,6 @@ def test_what_it_does_not_take_is_refused(model: ModelDir) -> None:
             vision.prepare(picture(1)[:40], "image/png")
         request = asking(model, (1,), [()])
         with pytest.raises(RequestError, match="are not on this worker"):
-            driver.engine.submit(request)
-    if standins.real("vllm"):
-        return
-    with made(model, role="prefill") as driver:  # a decode engine would need the images, too
-        assert driver.engine.vision is None
-        with pytest.raises(RequestError, match="takes text only"):
             driver.engine.submit(request)
 
 
