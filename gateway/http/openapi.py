@@ -69,7 +69,7 @@ _LINES = "application/x-ndjson"
 _TAGS = {
     "Chat and text": ("/v1/chat", "/v1/completions"),
     "Responses": ("/v1/responses",),
-    "Messages, as Anthropic has them": ("/v1/messages",),
+    "Anthropic's Messages": ("/v1/messages",),
     "Ollama": ("/api",),
     "Embeddings, rerank and score": ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
     "Images and videos": ("/v1/images", "/v1/videos", "/v1/media"),
@@ -153,9 +153,9 @@ _RESPONSE_ID = ("id", "path", "the response's id")
 _FILE_ID = ("id", "path", "the file's id")
 _BATCH_ID = ("id", "path", "the batch's id")
 _LISTED = (
-    ("limit", "query", "at most so many"),
-    ("order", "query", "desc (default) or asc, by the time at which they were made"),
-    ("after", "query", "id of the last one of the page before"),
+    ("limit", "query", "most items to return"),
+    ("order", "query", "desc (default) or asc, by creation time"),
+    ("after", "query", "id of the last one of the previous page"),
 )
 _ID = ("id", "path", "from X-Request-Id, or the response's id")
 
@@ -203,7 +203,7 @@ OPERATIONS = (
     Operation(
         "delete",
         "/v1/responses/{id}",
-        "Delete a response, and everything that is stored of it",
+        "Delete a response and all its stored data",
         response=DeletedResponse,
         errors=(Code.request_not_found, Code.broker_unavailable),
         parameters=(_RESPONSE_ID,),
@@ -219,14 +219,14 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/responses/{id}/input_items",
-        "List what a response was made from",
+        "List the input items of a response",
         response=InputItemList,
         errors=(Code.request_not_found, Code.invalid_request),
         parameters=(
             _RESPONSE_ID,
-            ("limit", "query", "at most so many, 1 to 100; 20 if it is not given"),
+            ("limit", "query", "most items to return, 1 to 100; default: 20"),
             ("order", "query", "desc (default) or asc"),
-            ("after", "query", "id of the last item of the page before"),
+            ("after", "query", "id of the last item of the previous page"),
         ),
     ),
     Operation(
@@ -285,14 +285,14 @@ OPERATIONS = (
     Operation(
         "post",
         "/api/show",
-        "Describe a model to Ollama's clients",
+        "Describe a model for Ollama's clients",
         body=ShowRequest,
         response=ShownModel,
         errors=(Code.model_not_found, Code.invalid_request),
     ),
-    Operation("get", "/api/tags", "List models to Ollama's clients"),
-    Operation("get", "/api/ps", "List models to Ollama's clients, as loaded"),
-    Operation("get", "/api/version", "The version of Ollama whose API this is"),
+    Operation("get", "/api/tags", "List models for Ollama's clients"),
+    Operation("get", "/api/ps", "List loaded models for Ollama's clients"),
+    Operation("get", "/api/version", "Get the version of Ollama's API that is served"),
     Operation(
         "post",
         "/v1/embeddings",
@@ -353,7 +353,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/files/{id}",
-        "Get what is known of a file",
+        "Get the description of a file",
         response=FileObject,
         errors=(Code.request_not_found, Code.broker_unavailable),
         parameters=(_FILE_ID,),
@@ -428,7 +428,7 @@ OPERATIONS = (
         response=MessageBatchPage,
         errors=(Code.invalid_request, Code.broker_unavailable),
         parameters=(
-            ("limit", "query", "at most so many, 1 to 1000; 20 if it is not given"),
+            ("limit", "query", "most items to return, 1 to 1000; default: 20"),
             ("after_id", "query", "those after this one"),
             ("before_id", "query", "those before this one"),
         ),
@@ -561,7 +561,7 @@ OPERATIONS = (
         "List models; with the header anthropic-version in Anthropic's format",
         response=ModelList,
         parameters=(
-            ("limit", "query", "Anthropic's format: at most so many, 1 to 1000; 20 if it is not given"),
+            ("limit", "query", "Anthropic's format: most items to return, 1 to 1000; default: 20"),
             ("after_id", "query", "Anthropic's format: those after this one"),
             ("before_id", "query", "Anthropic's format: those before this one"),
         ),
@@ -581,7 +581,7 @@ OPERATIONS = (
         response=RequestList,
         errors=(Code.invalid_request, Code.unsupported),
         parameters=(
-            ("limit", "query", "at most so many, 1 to 100; 20 if it is not given"),
+            ("limit", "query", "most items to return, 1 to 100; default: 20"),
             ("after", "query", "`next_after` of the page before"),
             ("model", "query", "as the client named it"),
             ("state", "query", "queued, running, done, failed, cancelled, unknown; several with commas"),

@@ -161,7 +161,7 @@ class JobSubscriber(StreamSubscriber):
             if isinstance(error, SystemExit) and (app := self._outer_config.context.get("app")):
                 app.exit()
         except Exception:
-            log.exception("handler_failed", subject=msg.subject, action="its message comes again")
+            log.exception("handler_failed", subject=msg.subject, action="its message is delivered again")
 
     async def _decode_message(self, message: NatsMessage) -> Any:
         return self._decode(message.raw_message)

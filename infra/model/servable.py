@@ -57,7 +57,7 @@ class Quantization(NamedTuple):
 
 
 def problem(path: Path, engine: str) -> str:
-    """Why this engine cannot load the directory, in one line, and what to do; "": nothing speaks against it.
+    """Why this engine cannot load the directory, in one line, and what to do; "": it can.
 
     Args:
         engine: "native", "vllm", "sglang" or "trtllm".

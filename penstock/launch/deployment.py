@@ -136,7 +136,7 @@ async def _stored(life: LastLife, end: End, url: str, subjects: Subjects) -> boo
             await js.publish(each.subject, each.payload, headers=each.headers | {"Nats-Msg-Id": each.id})
         return True
     except (NatsError, TimeoutError, OSError) as error:
-        log.warning("worker_end_not_stored", error=repr(error), action="its next life reports it")
+        log.warning("worker_end_not_stored", error=repr(error), action="the restarted worker reports it")
         return False
     finally:
         await nc.close()
@@ -171,7 +171,7 @@ async def stop_in_order(
 
     insisting = asyncio.create_task(insisted.wait(), name="second-signal")
     insisting.add_done_callback(kill)
-    awaited = f"waiting up to {drain_s:g} s for open requests" if serving else "the start is given up"
+    awaited = f"waiting up to {drain_s:g} s for open requests" if serving else "the start is cancelled"
     say(f"stopping: {awaited}; Ctrl-C again to stop at once")
     deadline = began + drain_s  # one for all: what a gateway has used of it is gone for workers
     for roles in STAGES:

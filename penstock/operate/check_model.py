@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
         print_hanging(console, f"{_MARKS[line.status]} {line.name:<{_WIDTH}} ", escape(line.text))
     if report.sample is not None:
         shown, prompt = report.sample
-        console.print(f"\n[bold]A prompt of it[/] ({shown}):", highlight=False)
+        console.print(f"\n[bold]Example prompt[/] ({shown}):", highlight=False)
         console.print(escape(prompt), highlight=False, soft_wrap=True)
     return PROBLEM if any(line.status == "problem" for line in report.lines) else OK
 
@@ -235,7 +235,7 @@ class _Check:
             self._add("note" if served else "problem", "weights", problem)
         self._engine = served[0] if served else ""
         if served:
-            self._add("ok", "engines", f"nothing speaks against {', '.join(served)}")
+            self._add("ok", "engines", f"can load it: {', '.join(served)}")
 
     def _ends(self, tokenizer: Any) -> None:
         found = {

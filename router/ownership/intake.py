@@ -272,7 +272,7 @@ class Intake:
             await asyncio.sleep(AGAIN_S)
             await self._redeliver()
         except (NatsError, TimeoutError) as error:
-            log.warning("unplaced_requests_not_returned", error=repr(error), action="they come after their ack_wait")
+            log.warning("unplaced_requests_not_returned", error=repr(error), action="redelivered after their ack_wait")
 
     async def _redeliver(self) -> None:
         held = {sequence(pending.reply) for pending in self._held if pending.reply}
