@@ -128,6 +128,7 @@ class Keeper:
     def resume(self) -> None:
         """Start the child again if it was drained; else nothing happens."""
         if self.drained:
+            self.drained = False
             self._wake.set()
 
     def kill(self) -> None:

@@ -56,6 +56,7 @@ from penstock.launch.plan import (
     number_of,
     of_further_cells,
     plan,
+    resumed,
     routers_of,
     sized,
     spared_worker,
@@ -560,11 +561,28 @@ class Deployment:
             self._change(self._set_cells(wanted), name="cells")
         names = read_resume(self.data_dir)
         for keeper in self._keepers:
-            if keeper.child.name in names:
+            if keeper.child.name in names and keeper.drained and self._has_gpus(keeper.child.name):
                 keeper.resume()
         there = {keeper.child.name for keeper in self._keepers}
         if self._ready and (new := [name for name in names if name not in there]):
             self._change(self._grow(new), name="grow")
+
+    def _has_gpus(self, name: str) -> bool:
+        """Whether a drained process can start again; where others have taken its GPUs, on further ones."""
+        child = next((each for each in self._planned if each.name == name), None)
+        if child is None or child.role != "worker":
+            return True
+        try:
+            again = resumed(self._fleet, child, self._undrained(), self._gpus)
+        except PlanError as error:
+            log.warning("workers_not_added", names=[name], error=str(error))
+            return False
+        self._planned = [again if each.name == name else each for each in self._planned]
+        return True
+
+    def _undrained(self) -> list[PlannedProcess]:
+        drained = {keeper.child.name for keeper in self._keepers if keeper.drained}
+        return [each for each in self._planned if each.name not in drained]
 
     def _change(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -583,7 +601,7 @@ class Deployment:
                     self.settings,
                     self._fleet,
                     names,
-                    self._planned,
+                    self._undrained(),
                     active=self._active,
                     url=self._url,
                     cores=cores(),
@@ -603,8 +621,7 @@ class Deployment:
 
     def _workers(self) -> dict[str, int]:
         """The cells of all workers but those that are drained, by name."""
-        drained = {keeper.child.name for keeper in self._keepers if keeper.drained}
-        return {each.name: each.cell for each in self._planned if each.role == "worker" and each.name not in drained}
+        return {each.name: each.cell for each in self._undrained() if each.role == "worker"}
 
     def _move(self, worker: str, cell: int) -> None:
         """Plan a worker for another cell. It goes there when it is started the next time."""

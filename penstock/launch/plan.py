@@ -423,7 +423,7 @@ def further(
     """
     Args:
         names: of workers that the deployment does not have yet, such as decode-2. Their role must have workers.
-        children: what the deployment has; their GPUs stay theirs.
+        children: what the deployment has, without drained workers; their GPUs stay theirs.
         active: as for ``in_cells``.
         metrics_ports: one for each name; empty: they serve no metrics.
 
@@ -436,7 +436,7 @@ def further(
     )
     settings = dict(workers(up, larger, cores))
     groups = {name: group for group in larger.groups for name in group.names}
-    free = [gpu for gpu in gpus or () if all(gpu not in (child.gpus or ()) for child in children)]
+    free = _free(gpus, children)
     ports = iter(metrics_ports)
     added = []
     for name in names:
@@ -448,6 +448,30 @@ def further(
         settled = _settled(up, WorkerSettings, name, settings[name], **more)
         added.append(PlannedProcess(name, "worker", settled, own))
     return in_cells(added, up, active, url=url, sys_url=lambda cell: "")
+
+
+def resumed(
+    fleet: WorkerFleet, child: PlannedProcess, others: Sequence[PlannedProcess], gpus: Sequence[str] | None
+) -> PlannedProcess:
+    """A drained worker that is to start again: on its GPUs, or on free ones where others have taken these.
+
+    Args:
+        others: of the deployment, without drained workers.
+
+    Raises:
+        PlanError: its GPUs are its alone, and too few are free.
+    """
+    taken = {gpu for each in others for gpu in each.gpus or ()}
+    if not taken.intersection(child.gpus or ()):
+        return child
+    group = next(each for each in fleet.groups if _stem(each) == child.name.rpartition("-")[0])
+    free = _free(gpus, others)
+    return replace(child, gpus=_gpus(child.name, group, gpus, free)[0]) if group.alone or free else child
+
+
+def _free(gpus: Sequence[str] | None, children: Iterable[PlannedProcess]) -> list[str]:
+    taken = {gpu for child in children for gpu in child.gpus or ()}
+    return [gpu for gpu in gpus or () if gpu not in taken]
 
 
 def _gpus(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from penstock.launch.plan import (
     lacking_cells,
     of_further_cells,
     plan,
+    resumed,
     spared_worker,
 )
 from penstock.launch.state import CellCounts, read_cells, write_cells
@@ -80,6 +82,45 @@ def test_engines_that_share_gpus_take_turns_when_none_is_free() -> None:
         gpus=("0", "1"),
     )  # fmt: skip
     assert [child.gpus for child in added] == [("0",), ("1",)]
+
+
+def apart(engine: str, prefill: int, decode: int, **more: Any) -> WorkerFleet:
+    counts = {"prefill": prefill, "decode": decode}
+    groups = (
+        WorkerGroup(role, n, {"role": role, "engine": engine, "model": "m"}, **more) for role, n in counts.items()
+    )
+    return WorkerFleet(tuple(groups), engine, "m", 32)
+
+
+def on_gpu(name: str, *gpus: str) -> PlannedProcess:
+    return PlannedProcess(name, "worker", WorkerSettings(), gpus)
+
+
+def test_the_gpu_of_a_drained_worker_goes_to_one_of_another_role() -> None:
+    """So a planner moves workers between roles, and back."""
+    roles = [
+        WorkerGroup(r, n, {"role": r, "engine": "native", "model": "m"}, gpus=1)
+        for r, n in (("prefill", 1), ("decode", 3))
+    ]
+    fleet, gpus = WorkerFleet(tuple(roles), "native", "m", 32), ("0", "1", "2", "3")
+    prefill, *decoders = on_gpu("prefill-0", "0"), *(on_gpu(f"decode-{n}", str(n + 1)) for n in range(3))
+    (added,) = further(UpSettings(cells=1), fleet, ["prefill-1"], [prefill, *decoders[:2]], url=url, cores=4, gpus=gpus)
+    assert added.gpus == ("3",)
+    there = [prefill, added, decoders[0]]  # meanwhile decode-1 was drained, too
+    assert resumed(fleet, decoders[2], there, gpus).gpus == ("2",)
+    assert resumed(fleet, decoders[1], there, gpus) == decoders[1]
+    assert resumed(fleet, decoders[2], [*there, decoders[1]], gpus).gpus == ("3",), "as many share GPUs as there were"
+
+
+def test_a_drained_worker_whose_gpus_others_have_stays_away() -> None:
+    roles = [
+        WorkerGroup(r, 1, {"role": r, "engine": "trtllm", "model": "m"}, gpus=2, alone=True)
+        for r in ("prefill", "decode")
+    ]
+    fleet = WorkerFleet(tuple(roles), "trtllm", "m", 32)
+    there = [on_gpu("prefill-0", "0", "1"), on_gpu("prefill-1", "2", "3")]
+    with pytest.raises(PlanError, match="decode-0 needs 2 GPUs, 0 of 4 are free"):
+        resumed(fleet, on_gpu("decode-0", "2", "3"), there, ("0", "1", "2", "3"))
 
 
 def of_cell(role: str, cell: int) -> str:
