@@ -1,6 +1,7 @@
 """The native engine beside vLLM, each alone in a process of its own: the same shapes, requests, limits and GPUs.
 
-python -m tests.gpu.beside native vllm [--shape 8b] [--width 2] [--long] [--fp8] [--fp8-kv] [--rows 3] [--json FILE]
+python -m tests.gpu.beside native vllm [--shape 8b] [--width 2] [--table long] [--fp8] [--rows 3] [--json FILE]
+python -m tests.gpu.beside native vllm --table wide --width 8 --shape 70b      (on four GPUs: --width 4 --fp8)
 
 Weights are random, of the same spread in both, so that as many experts are chosen. Answers are greedy and of fixed
 length. A row is timed from the first request to the last answer's end, twice; the faster one counts. vLLM needs to be
@@ -16,22 +17,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROWS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (512, 128, 128), (64, 2048, 128),
         (64, 512, 1), (16, 2048, 1), (1, 512, 1))  # fmt: skip
 LONG_ROWS = ((1, 32_000, 64), (8, 32_000, 64), (64, 8192, 64), (4, 32_000, 1), (1, 8192, 1), (1, 128_000, 64))
-ROOM = 40e9  # bytes of the largest shape, and some
+WIDE_ROWS = ((1, 512, 128), (32, 512, 128), (256, 512, 128), (1, 8192, 1))
+TABLES: dict[str, tuple[int, tuple[tuple[int, int, int], ...]]] = {  # tokens of a sequence at most, and the rows
+    "short": (4096, ROWS), "long": (131_072, LONG_ROWS), "wide": (16_384, WIDE_ROWS),
+}  # fmt: skip
+SHARD = 4e9  # bytes of a file of weights
 RUNNING, BATCHED, SHARE = 512, 8192, 0.7
-longest = 4096  # tokens of a sequence; like the table, set by --long
-table: tuple[tuple[int, int, int], ...] = ROWS
+longest, table = TABLES["short"]  # set by --table
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads")  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
     "8b": (128256, 4096, 14336, 32, 32, 8),
     "0.3b": (32768, 1024, 4096, 16, 16, 8),
+    "70b": (128256, 8192, 28672, 80, 64, 8),
     "moe": (151936, 2048, 768, 24, 32, 4),  # half of the layers of Qwen3-30B-A3B
+    "30b": (151936, 2048, 768, 48, 32, 4),  # all of them
     "gpt-oss": (201088, 2880, 2880, 24, 64, 8),  # 20B
     "mla": (102400, 2048, 10944, 27, 16, 16),  # DeepSeek-V2-Lite
 }
@@ -48,7 +55,7 @@ def config(shape: str) -> Any:
         "max_position_embeddings": longest, "rope_theta": 500000.0, "tie_word_embeddings": False,
         "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16",
     }  # fmt: skip
-    if shape == "moe":
+    if shape in ("moe", "30b"):
         return Qwen3MoeConfig(
             **common, head_dim=128, moe_intermediate_size=common["intermediate_size"], num_experts=128,
             num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, architectures=["Qwen3MoeForCausalLM"],
@@ -76,16 +83,73 @@ def random_model(shape: str) -> Any:
         return large(loaded, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def place() -> Path:
+def weight_bytes(shape: str) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(shape), dtype=torch.bfloat16)
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def place(shape: str) -> Path:
     """A new folder for weights, in memory if there is room."""
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM else None
+    room = 1.1 * weight_bytes(shape) + 10e9
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > room else None
     return Path(tempfile.mkdtemp(prefix="shape-", dir=memory))
 
 
 def write(shape: str, folder: Path) -> None:
     """The shape's random model, unless it is there."""
-    if not (folder / "config.json").exists():
+    if (folder / "config.json").exists():
+        return
+    if shape == "70b":
+        write_in_parts(shape, folder)
+    else:
         random_model(shape).save_pretrained(folder, max_shard_size="4GB")
+
+
+def write_in_parts(shape: str, folder: Path) -> None:
+    """A model that no GPU holds whole: some tensors at a time, drawn by several GPUs, eight files at once."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    made = config(shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+    shapes = {name: value.shape for name, value in model.named_parameters()}
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, size in shapes.items():
+        if held > SHARD:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += 2 * size.numel()
+    devices = [f"cuda:{each}" for each in range(torch.cuda.device_count())] or ["cpu"]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def draw(number: int) -> None:
+        device = devices[number % len(devices)]
+        part = {
+            name: torch.ones(shapes[name], dtype=torch.bfloat16)
+            if "norm" in name
+            else torch.empty(shapes[name], dtype=torch.bfloat16, device=device).normal_(std=0.02).cpu()
+            for name in files[number]
+        }
+        save_file(part, folder / file_name(number), {"format": "pt"})
+
+    def file_name(number: int) -> str:
+        return f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(draw, range(len(files))))
+    places = {name: file_name(number) for number, names in enumerate(files) for name in names}
+    total = sum(2 * size.numel() for size in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    made.save_pretrained(folder)
 
 
 def spread(model: Any) -> None:
@@ -166,8 +230,9 @@ def measure(name: str, asked: argparse.Namespace) -> None:
     for number, (streams, prompt, answer) in enumerate(table[: asked.rows]):
         run(min(streams, 8), prompt, 2, 100 + number)
         seconds = min(run(streams, prompt, answer, 1000 * attempt + number) for attempt in (1, 2))
+        alone = f", first token after {seconds * 1e3:,.0f} ms" if (streams, answer) == (1, 1) else ""
         rates.append(streams * (answer if answer > 1 else prompt) / seconds)
-        print(f"{name} {streams} x {prompt} -> {answer}: {rates[-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
+        print(f"{name} {streams} x {prompt} -> {answer}: {rates[-1]:,.0f} tokens/s{alone}", file=sys.stderr, flush=True)
     print(json.dumps({"name": name, "ready_s": round(ready, 1), "rates": rates}))
 
 
@@ -184,11 +249,10 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="one engine, in this process")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each engine")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--long", action="store_true", help="the rows with prompts of up to 128,000 tokens")
+    parser.add_argument("--table", choices=TABLES, default="short", help="long: prompts of up to 128,000 tokens")
     asked = parser.parse_args()
     global longest, table
-    if asked.long:
-        longest, table = 131_072, LONG_ROWS
+    longest, table = TABLES[asked.table]
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as memory that several GPUs write at once is not everywhere
     if asked.write:
         write(asked.shape, asked.folder)
@@ -199,15 +263,15 @@ def main() -> None:
     found = {}
     kept, split = asked.folder, asked.width > 1 and "native" in asked.engines
     if split:  # by a process of its own, as this one would keep memory of the GPU
-        asked.folder = asked.folder or place()
+        asked.folder = asked.folder or place(asked.shape)
         command = [sys.executable, "-m", "tests.gpu.beside", "native", "--write", "--shape", asked.shape,
-                   "--folder", str(asked.folder)]  # fmt: skip
+                   "--table", asked.table, "--folder", str(asked.folder)]  # fmt: skip
         subprocess.run(command, check=True, timeout=180)
     for name in asked.engines:
         command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--rows", str(asked.rows),
                    "--here", "--width", str(asked.width), "--folder", str(asked.folder),
                    *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else []),
-                   *(["--long"] if asked.long else [])]  # fmt: skip
+                   "--table", asked.table]  # fmt: skip
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
             (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"name"'))

@@ -1,12 +1,15 @@
 """A model over several GPUs: sums over ranks, answers beside those of a CPU, speed, the end of a rank, hand-over.
 
-python -m tests.gpu.parallel [sums] [parity] [speed] [lost] [handoff] [--width 2] [--shape 8b] [--minutes 9]
+python -m tests.gpu.parallel [sums] [parity] [equal] [speed] [lost] [handoff] [rates] [--width 2] [--shape 8b]
+python -m tests.gpu.parallel handoff rates --widths 4:2,2:4 --block-size 128     (eight GPUs)
 TRITON_INTERPRET=1 python -m tests.gpu.parallel sums parity --device cpu --only llama     (without GPUs, slowly)
 
 Each engine is in a process of its own with a bound, and what comes behind it runs whatever becomes of it. Half a minute
 before its bound it prints where each rank is. ``sums``: microseconds
-of one sum within a CUDA graph, by the kernel and by NCCL. ``python -m tests.gpu.beside native vllm --width 2`` has the
-table beside vLLM.
+of one sum within a CUDA graph, by the kernel and by NCCL. ``equal``: answers of the shape in float32 at this width and
+on one GPU. ``rates``: gigabytes per second at which a long prompt of the shape moves between engines of two widths on
+GPUs of their own; ``python -m tests.gpu.handoff`` has the bare transfer's. ``python -m tests.gpu.beside native vllm
+--width 2`` has the table beside vLLM.
 """
 
 import argparse
@@ -14,8 +17,10 @@ import contextlib
 import faulthandler
 import functools
 import mmap
+import multiprocessing
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -27,8 +32,9 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -36,9 +42,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.schemas.block_hashes import chain, split
+from penstock.schemas.transfer import Endpoint
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.engine import ScheduledEngine
-from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.engine_protocol import EngineError, SequenceRequest
 from penstock.workers.engines.native import build as engine_build
 from penstock.workers.engines.native import executors
 from penstock.workers.engines.native.build import build
@@ -49,10 +56,18 @@ from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, 
 from penstock.workers.kv_transfer.transport_thread import open_transport
 from tests.gpu import beside
 from tests.gpu.native import DRAWN, INTERPRETED, answers, ask, drive, profile
-from tests.gpu.times import timed
 from tests.workers.engines.native import models
 
-PARTS = {"sums": 60.0, "parity": 60.0, "speed": 240.0, "lost": 75.0, "handoff": 120.0}  # and seconds, at most
+PARTS = {
+    "sums": 60.0,
+    "parity": 60.0,
+    "equal": 200.0,
+    "speed": 240.0,
+    "lost": 75.0,
+    "handoff": 120.0,
+    "rates": 200.0,
+}  # and seconds, at most
+OF_SHAPE = ("equal", "speed", "rates")  # parts that need its weights
 PARITY = ("llama", "qwen3_moe", "gpt_oss", "phi3", "gemma3", "mixtral", "deepseek_v3")
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of 4,096 values
 STREAMS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (16, 2048, 1))
@@ -229,6 +244,8 @@ def sum_rank(rank: int, folder: Path, asked: argparse.Namespace) -> None:
         print(f"rank {rank}: a rank was given up   WRONG", flush=True)
     numbers = torch.zeros(1026, dtype=torch.int32, device=device)
     if found is not None:
+        from tests.gpu.times import timed
+
         spread_us = timed(lambda: [found.spread(numbers) for _ in range(16)], 16) * 1e3
         if not rank:
             print(f"spread of {len(numbers)} integers: {spread_us:.1f} us", flush=True)
@@ -240,6 +257,8 @@ def sum_rank(rank: int, folder: Path, asked: argparse.Namespace) -> None:
 def sum_times(
     count: int, columns: int, group: RankGroup, found: Any, norm: Any, device: torch.device
 ) -> dict[str, float]:
+    from tests.gpu.times import timed
+
     part, residual = (torch.randn((count, columns), device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def with_norm() -> None:
@@ -285,6 +304,28 @@ def parity(asked: argparse.Namespace) -> None:
                 print(f"{name}, width {asked.width}, {'graphs' if warm else 'eager'}, {text}: {alike} of "
                       f"{len(wanted)} answers equal the CPU's ({time.perf_counter() - began:.1f} s)"
                       + ("" if alike == len(wanted) else "   <--"), flush=True)  # fmt: skip
+
+
+def equal(asked: argparse.Namespace) -> None:
+    """Greedy answers of the shape in float32, at this width and on one GPU."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    vocab = beside.SHAPES[asked.shape][0]
+    options: dict[str, Any] = {"dtype": "float32", "kv_blocks": 600, "max_running": 16, "max_batched_tokens": 2048}
+    found = []
+    for width in (1, asked.width):
+        with made(
+            asked.folder, asked, width=width, warm=asked.device == "cuda" and not asked.eager, **options
+        ) as engine:
+            tokens: dict[Any, list[int]] = {}
+            for request in ask(8, 200, 48, vocab, 5):
+                engine.submit(request)
+            for result in models.drain(engine):
+                for output in result.outputs:
+                    tokens.setdefault(output.key, []).append(output.token)
+            found.append(tokens)
+    alike = sum(found[0][key] == found[1][key] for key in found[0])
+    print(f"{asked.shape} in float32: {alike} of {len(found[0])} answers of 48 tokens at width {asked.width} equal "
+          f"those of one GPU" + ("" if alike == len(found[0]) else "   <--"), flush=True)  # fmt: skip
 
 
 # -- speed -----------------------------------------------------------------------------------------------------
@@ -343,50 +384,117 @@ def lost(asked: argparse.Namespace) -> None:
 
 def handoff(asked: argparse.Namespace) -> None:
     """A prompt computed at one width is continued at another, over NIXL."""
-    from tests.workers.engines.native.test_handoff import ROOT, prefilled
-
-    def transport(engine: ScheduledEngine, name: str) -> RankTransports:
-        others = [RemoteTransport(link, f"{name}:{at}", print, 5.0) for at, link in enumerate(engine.transfers)]
-        return RankTransports(open_transport("nixl", name, engine.memory()), others)
-
     with tempfile.TemporaryDirectory() as folder:
         path = models.save("llama", Path(folder))
         words = models.prompt(30)
         options: dict[str, Any] = {"dtype": "float32", "block_size": 8, "kv_blocks": 64, "max_running": 8}
-        for widths in ((2, 1), (1, 2)):
-            with made(path, asked, width=widths[0], **options) as source, made(
-                path, asked, width=widths[1], **options
-            ) as target:  # fmt: skip
-                owner, reader = transport(source, f"owner{widths[0]}"), transport(target, f"reader{widths[1]}")
-                pinned, first = prefilled(source, models.request(0, words, 1, root=ROOT))
-                digests = split(chain(pack_tokens(array("I", words)), 8, ROOT))
-                assert target.kv_transfer is not None
-                reservation = target.kv_transfer.reserve(digests, 1, 1)
-                assert reservation is not None
-                into = reservation.blocks + reservation.tails
-                began = time.perf_counter()
-                moved = reader.read(owner.endpoint, "kv", pinned.blocks, into, generations=pinned.generations)
-                count = moved.result(20).bytes
-                took = time.perf_counter() - began
-                target.kv_transfer.adopt(reservation)
-                again = models.request(
-                    0, words, 12, root=ROOT, digests=digests, generated=[first], reservation=reservation
-                )
-                target.submit(again)
-                results = models.drain(target)
-                reader.close()
-                owner.close()
-            answer = [first, *(output.token for result in results for output in result.outputs)]
-            alike = answer == models.expected(path, words, 12)
-            print(f"width {widths[0]} to {widths[1]}: {count} bytes in {took * 1e3:.1f} ms, answer "
-                  f"{'equal' if alike else 'DIFFERS'}", flush=True)  # fmt: skip
+        with two(path, asked, options) as pair:
+            first, again, (count, took) = pair.hand_over(words, 12)
+            pair.target.submit(again)
+            answer = [first, *(output.token for result in models.drain(pair.target) for output in result.outputs)]
+        alike = answer == models.expected(path, words, 12)
+        print(f"width {asked.only}: {count} bytes in {took * 1e3:.1f} ms, answer {'equal' if alike else 'DIFFERS'}",
+              flush=True)  # fmt: skip
+
+
+def rates(asked: argparse.Namespace) -> None:
+    """A prompt of the shape, moved again and again."""
+    size, block, rounds = (4096, asked.block_size, 12) if asked.device == "cuda" else (256, 16, 4)
+    draw = random.Random(1)
+    options: dict[str, Any] = {"block_size": block, "kv_blocks": (rounds + 2) * size // block + 8, "max_running": 4,
+                               "max_model_len": size + 64, "max_batched_tokens": size}  # fmt: skip
+    moves = []
+    with two(asked.folder, asked, options) as pair:
+        for _ in range(rounds):
+            words = tuple(draw.randrange(10, beside.SHAPES[asked.shape][0]) for _ in range(size))
+            moves.append(pair.hand_over(words, 1)[2])
+    count, times = moves[0][0], sorted(took for _, took in moves[2:])
+    middle, readers = times[len(times) // 2], int(asked.only.partition(":")[2])
+    speed = count / middle / 1e9
+    print(f"{asked.shape}, width {asked.only}, blocks of {block} tokens: {count / 1e6:,.1f} MB in {middle * 1e3:.2f} "
+          f"ms ({times[0] * 1e3:.2f} to {times[-1] * 1e3:.2f}): {speed:.1f} GB/s, {speed / readers:.1f} for each "
+          f"reader; first {moves[0][1] * 1e3:.1f} ms", flush=True)  # fmt: skip
+
+
+class Pair(NamedTuple):
+    """An engine in another process, which computes prompts, and one here, which continues them."""
+
+    source: Connection
+    target: ScheduledEngine
+    reader: RankTransports
+    owner: Endpoint
+
+    def hand_over(self, words: tuple[int, ...], count: int) -> tuple[int, SequenceRequest, tuple[int, float]]:
+        """The first token, the request that continues it, and the bytes moved with the seconds that this took."""
+        from tests.workers.engines.native.test_handoff import ROOT
+
+        self.source.send(words)
+        digests = split(chain(pack_tokens(array("I", words)), self.target.info.block_size, ROOT))
+        assert self.target.kv_transfer is not None
+        reservation = self.target.kv_transfer.reserve(digests, 1, 1)
+        assert reservation is not None
+        into = reservation.blocks + reservation.tails
+        blocks, generations, first = self.source.recv()
+        began = time.perf_counter()
+        size = self.reader.read(self.owner, "kv", blocks, into[: len(blocks)], generations=generations).result(20).bytes
+        took = time.perf_counter() - began
+        self.target.kv_transfer.adopt(reservation)
+        more: dict[str, Any] = {"digests": digests, "generated": [first], "reservation": reservation}
+        return first, models.request(0, words, count, root=ROOT, **more), (size, took)
+
+
+def transport(engine: ScheduledEngine, name: str) -> RankTransports:
+    others = [RemoteTransport(link, f"{name}:{at}", print, 5.0) for at, link in enumerate(engine.transfers)]
+    return RankTransports(open_transport("nixl", name, engine.memory()), others)
+
+
+@contextlib.contextmanager
+def two(folder: Path, asked: argparse.Namespace, options: dict[str, Any]) -> Iterator[Pair]:
+    """Engines of the widths ``asked.only``, on GPUs of their own if there are enough."""
+    first, second = map(int, asked.only.split(":"))
+    if asked.device == "cuda" and torch.cuda.device_count() >= first + second:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first)))
+        theirs = ",".join(map(str, range(first, first + second)))
+    else:
+        theirs = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    owner = context.Process(target=own, args=(other, folder, asked, first, options), daemon=False)
+    owner.start()
+    other.close()
+    if theirs:
+        os.environ["CUDA_VISIBLE_DEVICES"] = theirs
+    try:
+        with made(folder, asked, width=second, **options) as target:
+            reader = transport(target, f"reader{second}")
+            yield Pair(pipe, target, reader, pipe.recv())
+            reader.close()
+    finally:
+        pipe.close()
+        owner.join(20)
+
+
+def own(pipe: Connection, folder: Path, asked: argparse.Namespace, width: int, options: dict[str, Any]) -> None:
+    """The process that computes prompts, until the pipe is closed."""
+    from tests.workers.engines.native.test_handoff import ROOT, prefilled
+
+    with made(folder, asked, width=width, **options) as source:
+        owner = transport(source, f"owner{width}")
+        pipe.send(owner.endpoint)
+        with contextlib.suppress(EOFError):
+            while True:
+                pinned, first = prefilled(source, models.request(0, pipe.recv(), 1, root=ROOT))
+                pipe.send((pinned.blocks, pinned.generations, first))
+        owner.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--width", type=int, default=2, help="GPUs that share each layer")
-    parser.add_argument("--shape", choices=beside.SHAPES, default="8b", help="of ``speed``")
+    parser.add_argument("--widths", default="2:1,1:2", metavar="FROM:TO,...", help="of handoff and rates")
+    parser.add_argument("--block-size", type=int, default=32, help="tokens of a block, in rates")
+    parser.add_argument("--shape", choices=beside.SHAPES, default="8b", help=f"of {', '.join(OF_SHAPE)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="parity: models whose name has this")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
@@ -409,7 +517,8 @@ def main() -> None:
         sum_rank(int(asked.sum[0]), Path(asked.sum[1]), asked)
     elif asked.here:
         parts: dict[str, Callable[[argparse.Namespace], None]] = {
-            "sums": sums, "parity": parity, "speed": speed, "lost": lost, "handoff": handoff,
+            "sums": sums, "parity": parity, "equal": equal, "speed": speed, "lost": lost, "handoff": handoff,
+            "rates": rates,
         }  # fmt: skip
         try:
             parts[asked.parts[0]](asked)
@@ -428,18 +537,22 @@ def whole(asked: argparse.Namespace) -> None:
     writer: subprocess.Popen[bytes] | None = None
     try:
         for part in parts:
-            if "speed" in parts and part != "sums" and writer is None:  # meanwhile parts without times run
-                asked.folder = kept or beside.place()
+            if set(OF_SHAPE) & set(parts) and part != "sums" and writer is None:  # meanwhile parts without times run
+                asked.folder = kept or beside.place(asked.shape)
                 command = [sys.executable, "-m", "tests.gpu.beside", "native", "--write", "--shape", asked.shape,
                            "--folder", str(asked.folder)]  # fmt: skip
                 writer = subprocess.Popen(command)
-            for name in [each for each in PARITY if asked.only in each] if part == "parity" else [""]:
+            names = {"parity": [each for each in PARITY if asked.only in each], "handoff": asked.widths.split(","),
+                     "rates": asked.widths.split(",")}  # fmt: skip
+            for name in names.get(part, [""]):
                 print(f"== {part} {name}", flush=True)
                 began = time.monotonic()
-                if part == "speed" and writer is not None:
+                if part in OF_SHAPE and writer is not None:
                     writer.wait(timeout=120)
                     print(f"weights written {time.monotonic() - began:.0f} s later", flush=True)
-                run_part(part, name, asked, min(PARTS[part], until - time.monotonic()) if not INTERPRETED else 600.0)
+                run_part(
+                    part, name, asked, min(PARTS[part], until - time.monotonic()) if asked.device == "cuda" else 600.0
+                )
                 if part == "sums" and CHOICE.exists():
                     asked.most_mib = int(CHOICE.read_text())
                     print(f"the kernel is used for sums of up to {asked.most_mib} MiB")
@@ -459,7 +572,8 @@ def run_part(part: str, name: str, asked: argparse.Namespace, seconds: float) ->
     flags = [f"--{each}" for each in ("eager", "nccl", "quick") if getattr(asked, each)]
     command = [sys.executable, "-m", "tests.gpu.parallel", part, "--here", "--width", str(asked.width),
                "--shape", asked.shape, "--device", asked.device, "--folder", str(asked.folder), "--only", name,
-               "--dump-s", str(max(1.0, seconds - 30)), "--most-mib", str(asked.most_mib), *flags]  # fmt: skip
+               "--dump-s", str(max(1.0, seconds - 30)), "--most-mib", str(asked.most_mib), "--widths", asked.widths,
+               "--block-size", str(asked.block_size), *flags]  # fmt: skip
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             if process.wait(seconds):
