@@ -82,39 +82,47 @@ def by_model(total: int, held: Mapping[str, int], own: Mapping[str, int]) -> dic
 
 
 class QueueLevels:
-    """The broker's counts at the last poll, and the requests accepted since.
+    """The broker's counts at the last poll, and this gateway's requests that are not among them.
+
+    A request that is stored while the broker is asked may be among the counts or not. Its sequence often says which;
+    else it is taken to be among them. So none counts twice, and what is accepted beyond the limit until the next poll
+    is at most what was being stored during one.
 
     Args:
         limit: of each class.
-        unstarted: how many open requests of a class no worker has started. Called only near the limit.
+        own: this gateway's open requests. Called only near the limit.
     """
 
-    def __init__(self, limit: int, unstarted: Callable[[Priority], int]) -> None:
+    def __init__(self, limit: int, own: Callable[[], Iterable[InflightRequest]]) -> None:
         self._limit = limit
-        self._unstarted = unstarted
+        self._own = own
         self._looked: Mapping[Priority, int] = dict.fromkeys(Priority, 0)
-        self._since: Counter[Priority] = Counter()
-        self._most = 0  # of any class, as if all that was accepted since were of the fullest
+        self._newest: Mapping[Priority, int] = {}  # sequence of the newest request that was counted, if that is known
+        self._polls = 0
+        self._since: Counter[Priority] = Counter()  # accepted since the last poll began
+        self._most = 0  # of any class, as if all of these waited and were of the fullest
         self._models: Mapping[str, int] = {}  # what waits of each, at the last poll
-        self._models_since: Counter[str] = Counter()
 
-    def accepted(self, priority: Priority, model: str = "") -> None:
-        self._since[priority] += 1
+    def accepted(self, inflight: InflightRequest) -> None:
+        inflight.polls = self._polls
+        self._since[inflight.request.priority] += 1
         self._most += 1
-        if self._models:
-            self._models_since[model] += 1
 
     def since(self, priority: Priority) -> int:
-        """How many of a class were accepted since the last poll."""
+        """How many of a class were accepted since the last poll began."""
         return self._since[priority]
 
-    def polled(self, counts: Mapping[Priority, int], before: Mapping[Priority, int]) -> None:
+    def polled(
+        self, counts: Mapping[Priority, int], newest: Mapping[Priority, int], before: Mapping[Priority, int]
+    ) -> None:
         """
         Args:
             counts: that the broker gave, by class.
+            newest: sequence of the newest request of a class that was counted; a class is left out if that is unknown.
             before: ``since`` of each class, just before the broker was asked about it.
         """
-        self._looked = counts
+        self._looked, self._newest = counts, newest
+        self._polls += 1
         self._since.subtract(before)
         self._most = max(counts.values()) + self._since.total()
 
@@ -124,7 +132,6 @@ class QueueLevels:
             counts: what waits of each model that is served, of all classes; empty: there is only one.
         """
         self._models = counts
-        self._models_since.clear()
 
     @property
     def total(self) -> int:
@@ -160,7 +167,8 @@ class QueueLevels:
         waiting = self._models.get(model)
         if waiting is None or len(self._models) < 2:
             return False
-        return waiting + self._models_since[model] < max(1, self._limit // len(self._models))
+        added = sum(each.request.model == model for each in self._own() if self.adds(each))
+        return waiting + added < max(1, self._limit // len(self._models))
 
     def room(self, priority: Priority) -> int:
         """How many more of a class would be taken."""
@@ -171,7 +179,14 @@ class QueueLevels:
         if looked + since < self._limit:
             return looked + since
         # Some of those accepted since the last poll have begun; counting them is deferred until it matters.
-        return looked + min(since, self._unstarted(priority))
+        return looked + sum(each.request.priority is priority for each in self._own() if self.adds(each))
+
+    def adds(self, inflight: InflightRequest) -> bool:
+        """Whether a request waits and the last poll has certainly not counted it."""
+        if inflight.ended or inflight.fold.attempt >= 0:
+            return False
+        newest = self._newest.get(inflight.request.priority)
+        return inflight.polls == self._polls or (newest is not None and inflight.stored_seq > newest)
 
 
 RATE_S = 30.0  # over which it is measured how fast a tenant's requests begin
@@ -305,7 +320,7 @@ class QueueMonitor:
         self._readers = readers
         self._name_in = name_in
         self._log_capacity = LogCapacity(bus, metrics)
-        self._queues = QueueLevels(limit, self._unstarted)
+        self._queues = QueueLevels(limit, readers)
         self._delivered: dict[str, int] = {}
 
     async def run(self) -> None:
@@ -326,8 +341,8 @@ class QueueMonitor:
             nats.errors.Error, TimeoutError: the broker did not answer.
         """
         subjects = self._bus.subjects
-        # Requests accepted from now on may count twice.
         before, queued = Counter({each: self._queues.since(each) for each in Priority}), dict.fromkeys(Priority, 0)
+        newest: dict[Priority, int] = {}
         names = [f"router-{priority.value}" for priority in Priority]
         stream, ask = subjects.stream("REQUESTS"), self._bus.js.consumer_info
         try:
@@ -341,11 +356,13 @@ class QueueMonitor:
             pending, unacknowledged = info.num_pending or 0, info.num_ack_pending or 0
             self._metrics.consumers.observe(self._shown + name, pending, unacknowledged, info.num_redelivered or 0)
             queued[priority] = pending + unacknowledged
+            if info.delivered and not pending:
+                newest[priority] = info.delivered.stream_seq
             delivered = info.delivered.consumer_seq if info.delivered else 0
             # A router that is full has no pull request waiting at the moment, but makes progress.
             has_routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)
             self._delivered[name] = delivered
-        self._queues.polled(queued, before)
+        self._queues.polled(queued, newest, before)
         self.has_routers, self.answered = has_routers, True
         with contextlib.suppress(TimeoutError):  # the next poll says whether the broker is there
             async with asyncio.timeout(MORE_S):
@@ -371,7 +388,8 @@ class QueueMonitor:
             self._queues.polled_models({})
             self._counted()
             return
-        own = Counter(each.request.model for each in self._readers() if each.fold.attempt < 0) if total else {}
+        unread = (each for each in self._readers() if each.fold.attempt < 0 and not self._queues.adds(each))
+        own = Counter(each.request.model for each in unread) if total else {}
         counts = by_model(total, held, own)
         self._queues.polled_models({model: counts.get(model, 0) for model in metrics.models})
         self.queued = counts
@@ -442,24 +460,21 @@ class QueueMonitor:
         """How many more requests of a class would be taken."""
         return self._queues.room(priority)
 
-    def accept(self, priority: Priority, model: str, tenant: str) -> None:
+    def accept(self, inflight: InflightRequest) -> None:
         """Count a request that is about to be published: since its body was checked, others have been.
 
         Raises:
             ServingError: queue_full.
         """
+        request = inflight.request
         if self._queues.near:
-            self._queues.check(priority, model)
-        self._queues.accepted(priority, model)
+            self._queues.check(request.priority, request.model)
+        self._queues.accepted(inflight)
         if self.follows_tenants:
-            self.tenants.accepted(tenant)
+            self.tenants.accepted(request.tenant)
 
     def _unstarted_by_tenant(self) -> Counter[str]:
         return Counter(each.request.tenant for each in self._readers() if each.fold.attempt < 0 and not each.ended)
-
-    def _unstarted(self, priority: Priority) -> int:
-        """Open requests of a class that no worker has started."""
-        return sum(each.fold.attempt < 0 and each.request.priority is priority for each in self._readers())
 
 
 QUIET_S = 2.5  # without a new item of a request, before it is asked whether items can be stored

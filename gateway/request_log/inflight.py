@@ -49,6 +49,7 @@ class InflightRequest:
         earlier_workers: those that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are on disk.
         stored_seq: the sequence of its message in REQUESTS; 0: unknown, or its content is not there.
+        polls: of the queues, that had ended when it was accepted; -1: it was not accepted here.
         paid: the charge to its API key's limits, until it ends. None: nothing.
     """
 
@@ -78,6 +79,7 @@ class InflightRequest:
         "on_behind",
         "on_poisoned",
         "paid",
+        "polls",
         "request",
         "seq",
         "stored_seq",
@@ -98,6 +100,7 @@ class InflightRequest:
         self.seq = 0
         self.cancel_sent = 0.0
         self.stored_seq = 0
+        self.polls = -1
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None
         self.turns: TurnBudget | None = None

@@ -235,7 +235,7 @@ class Cell:
             await self._memory.check(request, len(payload))
             subscription = await self.unstored.subscription()
             content, payload = payload, wire.encode(self.unstored.without_content(request))
-        self.queues.accept(request.priority, request.model, request.tenant)
+        self.queues.accept(inflight)
         inflight.turns = self._turns
         self.verdicts.follow(inflight)
         subscription.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement

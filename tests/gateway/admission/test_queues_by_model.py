@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.admission.queues import QueueLevels, by_model
+from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Priority
+from tests.workers.support import request
 
 COUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 500))
 
@@ -40,37 +42,53 @@ def test_each_request_is_counted_once(total: int, held: Mapping[str, int], own: 
     assert all(counts.values())
 
 
-def refused(queues: QueueLevels, model: str) -> bool:
-    try:
-        queues.check(Priority.standard, model)
-    except ServingError as error:
-        return error.code is Code.queue_full
-    return False
+WAITING = dict.fromkeys(Priority, 0)
+
+
+class Served:
+    """Two models behind a gateway, of which so many requests wait."""
+
+    def __init__(self, models: Mapping[str, int]) -> None:
+        self.requests: list[InflightRequest] = []
+        self.queues = QueueLevels(10, lambda: self.requests)
+        self.queues.polled(WAITING | {Priority.standard: max(10, sum(models.values()))}, {}, WAITING)
+        self.queues.polled_models(models)
+
+    def accept(self, model: str) -> InflightRequest:
+        inflight = InflightRequest(request(model=model))
+        self.requests.append(inflight)
+        self.queues.accepted(inflight)
+        return inflight
+
+    def refused(self, model: str) -> bool:
+        try:
+            self.queues.check(Priority.standard, model)
+        except ServingError as error:
+            return error.code is Code.queue_full
+        return False
 
 
 def test_a_flood_of_one_model_leaves_the_others_their_share() -> None:
-    queues = QueueLevels(10, lambda _: 1_000)
-    waiting = dict.fromkeys(Priority, 0) | {Priority.standard: 10}
-    queues.polled(waiting, dict.fromkeys(Priority, 0))
-    queues.polled_models({"a": 9, "b": 1})
-    assert refused(queues, "a")
-    assert refused(queues, ""), "it may be anyone's"
-    assert refused(queues, "unknown")
+    served = Served({"a": 9, "b": 1})
+    assert served.refused("a")
+    assert served.refused(""), "it may be anyone's"
+    assert served.refused("unknown")
     for _ in range(4):
-        assert not refused(queues, "b")
-        queues.accepted(Priority.standard, "b")
-    assert refused(queues, "b"), "it has 5 of 10, as it would alone beside one other"
+        assert not served.refused("b")
+        served.accept("b")
+    assert served.refused("b"), "it has 5 of 10, as it would alone beside one other"
+
+
+def test_requests_of_a_model_that_have_begun_since_the_last_poll_take_nothing_of_its_share() -> None:
+    served = Served({"a": 10, "b": 0})
+    for _ in range(20):
+        assert not served.refused("b")
+        served.accept("b").fold.attempt = 0
 
 
 def test_all_models_together_get_at_most_as_much_again() -> None:
-    queues = QueueLevels(10, lambda _: 1_000)
-    queues.polled(dict.fromkeys(Priority, 0) | {Priority.standard: 20}, dict.fromkeys(Priority, 0))
-    queues.polled_models({"a": 20, "b": 0})
-    assert refused(queues, "b")
+    assert Served({"a": 20, "b": 0}).refused("b")
 
 
 def test_one_model_has_the_whole_queue_and_no_more() -> None:
-    queues = QueueLevels(10, lambda _: 1_000)
-    queues.polled(dict.fromkeys(Priority, 0) | {Priority.standard: 10}, dict.fromkeys(Priority, 0))
-    queues.polled_models({})
-    assert refused(queues, "a")
+    assert Served({}).refused("a")
