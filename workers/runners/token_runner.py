@@ -708,7 +708,7 @@ class TokenRunner:
                 ended = asyncio.wrap_future(self._engine.call(lambda engine: trace.end()))
             await ended
             path = await asyncio.to_thread(trace.write)  # a step of many kernels is megabytes of text
-        except (EngineError, OSError, RuntimeError) as error:
+        except (EngineError, OSError, RuntimeError, ValueError) as error:
             return RecordedTrace(error=f"no trace could be recorded: {error}")
         finally:
             self._profiling = False

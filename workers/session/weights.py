@@ -13,7 +13,6 @@ import asyncio
 import fcntl
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -28,6 +27,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.model import modeldir, text_files
+from penstock.infra.process.user_folder import user_folder
 from penstock.schemas import block_hashes, done, fleet
 from penstock.schemas.control import Ok, Sleep, Wake
 from penstock.schemas.errors import Code, ServingError
@@ -56,11 +56,20 @@ class WeightsError(Exception):
 
 
 class DeviceTurn:
-    """Which of several workers of one machine is awake. ``name``: of the device; equal for those that share it."""
+    """Which of several workers of one machine and user is awake.
+
+    Args:
+        name: of the device; equal for those that share it.
+    Raises:
+        FolderTaken, OSError: their locks have no folder.
+    """
 
     def __init__(self, name: str) -> None:
-        folder = Path(tempfile.gettempdir())
-        self._files = [folder / f"penstock-device-{os.getuid()}-{token(name)}.{part}" for part in ("awake", "next")]
+        folder = user_folder() / "devices"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._folder, fcntl.LOCK_SH)  # so that programs that delete old temporary files leave it alone
+        self._files = [folder / f"{token(name)}.{part}" for part in ("awake", "next")]
         self._awake, self._next = -1, -1
 
     @property
@@ -97,7 +106,7 @@ class DeviceTurn:
 
 def _locked(file: Path) -> int:
     """A descriptor that holds a file's lock; -1: another process holds it."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

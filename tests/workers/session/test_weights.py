@@ -146,6 +146,20 @@ def test_the_turn_of_a_process_that_ended_is_free(device: str) -> None:
     turn.leave()
 
 
+def test_the_locks_of_a_device_are_where_no_other_user_can_prepare_them(device: str, tmp_path: Path) -> None:
+    turn = DeviceTurn(device)
+    assert turn.take()
+    (lock,) = tmp_path.rglob("*.awake")
+    assert lock.parent.parent == tmp_path / f"penstock-{os.geteuid()}"
+    turn.leave()
+    lock.unlink()
+    lock.symlink_to(tmp_path / "others")
+    with pytest.raises(OSError, match="symbolic links"):
+        turn.take()
+    assert not (tmp_path / "others").exists()
+    turn.leave()
+
+
 async def test_the_worker_that_is_awake_makes_room_for_another(device: str) -> None:
     one, two = (Worker(DeviceTurn(device)) for _ in range(2))
     assert cast(DeviceTurn, one.table._turn).take()

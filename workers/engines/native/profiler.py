@@ -3,11 +3,14 @@
 Operators are recorded in the thread that calls ``begin`` only, which is the engine's; kernels of the whole process.
 """
 
-import tempfile
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from penstock.infra.process.user_folder import OwnFolder
+
+_last: OwnFolder | None = None  # with this process's last trace
 
 
 class StepTrace:
@@ -24,12 +27,16 @@ class StepTrace:
         self._profile.stop()
 
     def write(self) -> Path:
-        """As a gzipped Chrome trace, in a new folder that only this user can read.
+        """As a gzipped Chrome trace, in a folder that only this user can read. It replaces this process's last one.
 
         Raises:
-            OSError: there is no room.
+            OSError, FolderTaken: there is no room, or no such folder.
         """
-        path = Path(tempfile.mkdtemp(prefix="penstock-profile-")) / "trace.json.gz"
+        global _last
+        if _last is not None:
+            _last.close()
+        _last = OwnFolder("profile")
+        path = _last.path / "trace.json.gz"
         self._profile.export_chrome_trace(str(path))
         return path
 

@@ -10,13 +10,11 @@ thread that started it, whatever it is doing. The end of any rank is the end of 
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from array import array
@@ -34,6 +32,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from penstock.infra.process.child import die_with_parent
+from penstock.infra.process.user_folder import OwnFolder
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines import budgets
 from penstock.workers.engines.core.sequence import (
@@ -210,8 +209,8 @@ class EngineRanks:
         self.group = RankGroup(0, options.tensor_parallel_size, self._meet)
         self._lost = lost
         self._tables = TableSender(2 * options.max_running + 1)
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        self._store = str(self._folder / "store")
+        self._folder = OwnFolder("ranks")
+        self._store = str(self._folder.path / "store")
         self._ranks: list[_Rank] = []
         self._running = self._closed = False
         self._cause: EngineError | None = None
@@ -316,7 +315,7 @@ class EngineRanks:
 
     def run(self) -> None:
         """The engine is built: from now on the end of a rank is reported."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         with self._lock:
             self._running, cause = True, self._cause
         if cause is not None:
@@ -396,7 +395,7 @@ class EngineRanks:
             if self._closed:
                 return
             self._closed = True
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         for rank in self._ranks:
             rank.link.close()
             rank.transfers.close()

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +13,7 @@ import structlog
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
+from penstock.infra.process.user_folder import OwnFolder
 from penstock.schemas import block_hashes
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
@@ -69,8 +68,9 @@ def from_settings(
     api = load_sglang()
     model = modeldir.load(path)
     with contextlib.ExitStack() as undo:
-        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        sockets = OwnFolder("kv")  # of this user alone: writers could forge KV events
+        undo.callback(sockets.close)
+        folder = sockets.path
         user_args = arguments.given_arguments(settings)
         wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks_of(user_args))
         grammars = compiler(path) if standard_tokenizer(path) else None

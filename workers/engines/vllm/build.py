@@ -3,8 +3,6 @@
 import contextlib
 import os
 import secrets
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +16,7 @@ import structlog
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree
 from penstock.infra.model import modeldir
+from penstock.infra.process.user_folder import OwnFolder
 from penstock.schemas import block_hashes
 from penstock.workers.engines import budgets
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
@@ -75,8 +74,9 @@ def from_settings(
     edits = settings.logits_processor, settings.default_logits_processors
     processors = registry_from_settings(settings, path) if any(edits) else None
     with contextlib.ExitStack() as undo:
-        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: writers could forge KV events
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        sockets = OwnFolder("kv")  # of this user alone: writers could forge KV events
+        undo.callback(sockets.close)
+        folder = sockets.path
         grammars = compiler(path) if standard_tokenizer(path) else None
         if grammars is not None:
             api.take_grammars_unchecked()
