@@ -486,7 +486,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     ] = "auto"
     hybrid_kv_cache: Annotated[
         bool,
-        about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or a draft model"),
+        about(
+            "native: free KV blocks behind sliding windows; not with a draft model or a cache in host memory or files"
+        ),
     ] = True
     kv_offloading_size: Annotated[
         float, Meta(ge=0, description="native, mock: GiB of host memory for KV blocks that leave the pool; 0: none")

@@ -80,6 +80,8 @@ class Push(msgspec.Struct, frozen=True, omit_defaults=True, tag="push"):
     take: bytes  # positions in the ticket, packed u32
     blocks: bytes  # where they go, packed u32
     timeout_s: float
+    window_take: bytes = b""  # the same for ``Ticket.windows``
+    window_blocks: bytes = b""
 
 
 class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,6 +105,7 @@ class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
     digests: bytes  # names of the prompt's full blocks
     tails: int  # copies of its last block, if that is not full: one for each choice
     users: int  # choices that go on
+    tokens: int = 0  # of the prompt
 
 
 class Fetch(msgspec.Struct, frozen=True, omit_defaults=True, tag="fetch"):

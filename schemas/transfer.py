@@ -9,6 +9,8 @@ import msgspec
 from penstock.schemas.trace import Stamps
 from penstock.schemas.wire import decoder
 
+KV, WINDOWS = "kv", "kv_windows"  # pools: of all layers, or without those with sliding windows, which are in the second
+
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     """One pool of equal blocks in one worker's memory."""
@@ -40,7 +42,7 @@ class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     agent: str  # unique to this incarnation
     backend: str  # "nixl", "loopback"
     version: str = ""  # of the backend
-    pools: dict[str, Memory] = {}  # by name: "kv", "embeds"
+    pools: dict[str, Memory] = {}  # by name: "kv", "kv_windows", "embeds"
     metadata: bytes = b""  # of the backend
     digest: bytes = b""  # blake3 of ``metadata``, 16 bytes; checked before the backend loads it
     host: str = ""  # boot id and PID namespace; processes with equal ones can read each other's memory
@@ -69,6 +71,8 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks: bytes  # ids, packed u32, in the order of their content
     generations: bytes  # of these blocks, packed u32
     lease_ns: int  # Unix time after which the blocks may be reused
+    windows: bytes = b""  # likewise, in the pool ``WINDOWS``: what the last of these blocks have in sliding windows
+    window_generations: bytes = b""
 
 
 class Encoded(msgspec.Struct, frozen=True, omit_defaults=True, tag="encoded"):

@@ -555,6 +555,7 @@ MEANINGS = {
     "weights_missing": "this worker missed a trainer's tensors: it waits for the next ones",
     "weights_not_followed": "operators' requests about the weights are not known: the bucket cannot be read",
     "weights_paused": "this worker starts no request until it is resumed",
+    "kv_cache_allocated": "the native engine's memory for KV, and what tokens take of it",
     "kv_disk_hangs": "--kv-disk did not answer when the worker ended: what was not written to it is computed again",
     "kv_disk_opened": "a worker uses a folder for KV blocks, and found some from before",
     "kv_disk_paused": "KV blocks cannot be written to files, because the disk is full or fails; tried again later",

@@ -156,6 +156,11 @@ TICKET = transfer.Ticket(
     generations=pack_tokens([3, 4]),
     lease_ns=1_700_000_000_000_000_003,
 )
+WINDOWS_TICKET = transfer.Ticket(
+    *(TICKET.id, TICKET.worker, ENDPOINT, "kv", TICKET.blocks, TICKET.generations, TICKET.lease_ns),
+    windows=pack_tokens([5]),
+    window_generations=pack_tokens([6]),
+)
 HANDOFF = transfer.Handoff("t-1", "failed", "w-1", "w-2", 7, 8, 9, 0.5, "timeout", "late", 10, "kv")
 FILE = tokens.File("r-1-0.mp4", "video/mp4", 9, 832, 480, 81, 16.0, 2.5)
 EVENTS: tuple[kv.KvEvent, ...] = (
@@ -760,6 +765,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         transfer.Prefilled(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 4, 5, 6, b"opaque", STAMPS),
         jobs.decode,
     ),
+    "prefilled_with_windows": (
+        transfer.Prefilled(REQUEST.id, 2, msgspec.Raw(encode(1)), WINDOWS_TICKET),
+        jobs.decode,
+    ),
     "handoff": (
         transfer.Handoffs("w-2", (HANDOFF,)),
         transfer.decode_ledger,
@@ -954,7 +963,15 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         control.decode_worker,
     ),
     "reserve": (control.Reserve("r-1:1:decode", "w-1", bytes(range(32)), 2, 2), control.decode_worker),
+    "reserve_of_tokens": (
+        control.Reserve("r-1:1:decode", "w-1", bytes(range(32)), 2, 2, 70),
+        control.decode_worker,
+    ),
     "fetch": (control.Fetch(TICKET), control.decode_worker),
+    "push_of_windows": (
+        control.Push("t-1", "w-2", ENDPOINT, b"", b"", 1.5, pack_tokens([0]), pack_tokens([9])),
+        control.decode_worker,
+    ),
     "pin_prefix": (control.PinPrefix("r-1:1:prefix", "w-2", bytes(range(32)), 0.5), control.decode_worker),
     "prefix_pinned": (control.PrefixPinned(TICKET, "not cached"), control.decode_pinned),
     "pushed": (control.Pushed("timeout", "late", 8, 0.5, False), control.decode_pushed),

@@ -16,7 +16,7 @@ from penstock.schemas import block_hashes
 from penstock.schemas.control import Reserve
 from penstock.schemas.transfer import Ticket
 from penstock.workers.engine_loop.loop import BlockWait, EngineLoop
-from penstock.workers.engines.engine_protocol import BlockReservation, Engine, kv_transfer_of
+from penstock.workers.engines.engine_protocol import BlockReservation, Engine, RequestError, RowToFill, kv_transfer_of
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 from penstock.workers.session.requests import RequestTable, RunningRequest
 
@@ -113,7 +113,7 @@ class AnnouncedPrompts:
         engine: EngineLoop,
         reserver: BlockReserver,
         tasks: Tasks,
-        fetch: Callable[[Ticket, Sequence[int], Sequence[int]], Awaitable[object]],
+        fetch: Callable[[Ticket, Sequence[int], Sequence[int], Sequence[RowToFill]], Awaitable[object]],
     ) -> None:
         self._engine = engine
         self._reserver = reserver
@@ -129,7 +129,9 @@ class AnnouncedPrompts:
         if order.ticket in self._open or len(self._open) >= MOST_ANNOUNCED:
             return
         names = block_hashes.split(order.digests)
-        wait = self._engine.wait("kv", lambda engine: kv_transfer_of(engine).reserve(names, order.tails, order.users))
+        wait = self._engine.wait(
+            "kv", lambda engine: kv_transfer_of(engine).reserve(names, order.tails, order.users, order.tokens)
+        )
         self._engine.cancel_wait(wait)
         self._open[order.ticket] = _Announced(order, wait, self._timer(order.ticket))
 
@@ -193,7 +195,10 @@ class AnnouncedPrompts:
         return reading
 
     async def _read_blocks(self, wait: BlockWait[BlockReservation], ticket: Ticket) -> BlockReservation | None:
-        reserved = await asyncio.shield(asyncio.wrap_future(wait.answer))
+        try:
+            reserved = await asyncio.shield(asyncio.wrap_future(wait.answer))
+        except RequestError:  # there will never be room
+            return None
         if reserved is None:
             return None
         reservation = reserved
@@ -203,8 +208,8 @@ class AnnouncedPrompts:
             kv_transfer_of(engine).release(reservation)
 
         try:
-            if positions:
-                await self._fetch(ticket, positions, local)
+            if positions or reservation.fills:
+                await self._fetch(ticket, positions, local, reservation.fills)
         except TransferError as error:
             self._reserver.free_when_settled(error.settled, free)
             raise

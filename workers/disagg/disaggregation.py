@@ -40,6 +40,7 @@ from penstock.workers.engines.engine_protocol import (
     EngineInfo,
     EngineStats,
     KvTransfer,
+    RequestError,
     VisionEngine,
     kv_transfer_of,
 )
@@ -294,11 +295,12 @@ class DisaggCoordinator:
                 raise TransferError("refused", "there are too few free blocks here")
             blocks = len(names) - reservation.have
             try:
-                if not blocks:
+                if not (blocks or reservation.fills):
                     raise TransferError("stale", "the prefix was computed here meanwhile")
                 positions = range(reservation.have, len(names))
                 local = reservation.blocks[reservation.have :]
-                moved = await reader.fetch(ticket, positions, local, within_s, self._computing_s(size * blocks))
+                computing_s = self._computing_s(size * blocks)
+                moved = await reader.fetch(ticket, positions, local, reservation.fills, within_s, computing_s)
             except TransferError as error:
                 free = lambda engine: kv_transfer_of(engine).release(reservation)  # noqa: E731
                 self.reserver.free_when_settled(error.settled, free)
@@ -341,7 +343,10 @@ class DisaggCoordinator:
         users = sum(outcome is None for outcome in running.outcomes)
         tails = users if request.prompt_tokens % size else 0
         self._announced_to.add(request.id)
-        self._tell(stage, Reserve(ticket_id(running, stage), self._context.id, b"".join(names), tails, users))
+        self._tell(
+            stage,
+            Reserve(ticket_id(running, stage), self._context.id, b"".join(names), tails, users, request.prompt_tokens),
+        )
 
     def withdraw(self, running: RunningRequest) -> None:
         """A request ends here: if it was announced, it is not handed off."""
@@ -369,7 +374,13 @@ class DisaggCoordinator:
             return engine.release_pinned(holder)
 
         ticket = self._owner.offer(
-            ticket_id(running, stage), stage.worker, "kv", pinned.blocks, pinned.generations, free
+            ticket_id(running, stage),
+            stage.worker,
+            "kv",
+            pinned.blocks,
+            pinned.generations,
+            free,
+            windows=pinned.windows,
         )
         if running.request.id in self._announced_to and self._context.lease.trusted():
             self._tell(stage, Fetch(ticket))
@@ -536,19 +547,22 @@ class DisaggCoordinator:
         except TransferError:
             return None
         now_ns = self._bus.clock.now_ns()
-        reservation = await self.reserver.reserve(
-            running,
-            min((min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns) - now_ns) / 1e9, BLOCK_WAIT_S),
-            "kv",
-            lambda engine: kv_transfer_of(engine).reserve(digests, tails, users),
-            lambda engine, blocks: kv_transfer_of(engine).release(blocks),
-        )
+        try:
+            reservation = await self.reserver.reserve(
+                running,
+                min((min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns) - now_ns) / 1e9, BLOCK_WAIT_S),
+                "kv",
+                lambda engine: kv_transfer_of(engine).reserve(digests, tails, users, tokens),
+                lambda engine, blocks: kv_transfer_of(engine).release(blocks),
+            )
+        except RequestError:
+            return None  # likewise
         if reservation is None:
             return None
         positions, local = to_read(reservation)
         try:
-            if positions:
-                await self.reader.fetch(ticket, positions, local)
+            if positions or reservation.fills:
+                await self.reader.fetch(ticket, positions, local, reservation.fills)
         except TransferError as error:
             self.reserver.free_when_settled(error.settled, lambda engine: kv_transfer_of(engine).release(reservation))
             return None

@@ -14,11 +14,11 @@ from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import block_hashes, wire
 from penstock.schemas.control import Ok, PinPrefix, PrefixPinned, Push, Pushed, Release
-from penstock.schemas.transfer import Endpoint, Ticket
+from penstock.schemas.transfer import WINDOWS, Endpoint, Ticket
 from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.engine_loop.loop import EngineLoop
-from penstock.workers.engines.engine_protocol import Engine, KvTransfer, kv_transfer_of
-from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport
+from penstock.workers.engines.engine_protocol import NO_ROWS, Engine, HeldRows, KvTransfer, kv_transfer_of
+from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport, joined
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 
 
@@ -29,9 +29,9 @@ class Pin(msgspec.Struct, eq=False):
     pool: str
     target: str
     blocks: list[int]
-    block_bytes: int
     expires: float
     free: Callable[[Engine], object]
+    windows: Sequence[int] = ()  # rows of sliding-window layers
     pushing: int = 0  # own transfers that read the blocks now
 
 
@@ -133,6 +133,7 @@ class Owner:
         generations: Sequence[int],
         free: Callable[[Engine], object],
         lease_s: float = 0.0,
+        windows: HeldRows = NO_ROWS,
     ) -> Ticket:
         """Issue a ticket for blocks that the engine holds; ``free`` frees them, in the engine thread.
 
@@ -140,6 +141,7 @@ class Owner:
 
         Args:
             lease_s: 0: that of handoffs.
+            windows: of the last of the blocks.
         """
         lease_s = lease_s or self._lease_s
         endpoint = self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine")
@@ -151,12 +153,18 @@ class Owner:
             wire.pack_tokens(list(blocks)),
             wire.pack_tokens(list(generations)),
             self._clock.now_ns() + int(lease_s * 1e9),
+            wire.pack_tokens(list(windows.rows)),
+            wire.pack_tokens(list(windows.generations)),
         )
-        parts = (endpoint, *endpoint.ranks)
-        size = sum(each.pools[pool].block_bytes for each in parts) if blocks else 0
-        self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + lease_s, free))
+        size = sum(
+            len(held) * each.pools[name].block_bytes
+            for each in (endpoint, *endpoint.ranks)
+            for name, held in ((pool, blocks), (WINDOWS, windows.rows))
+            if held
+        )
+        self._pins.add(Pin(ticket_id, pool, target, list(blocks), time.monotonic() + lease_s, free, windows.rows))
         self._tickets[ticket_id] = ticket
-        self._ledger.record(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)
+        self._ledger.record(ticket, "offered", target, blocks=len(blocks), bytes=size)
         return ticket
 
     def pin_prefix(self, order: PinPrefix, cache: KvTransfer) -> PrefixPinned:
@@ -183,6 +191,7 @@ class Owner:
                 found.generations,
                 lambda engine: engine.release_pinned(key),
                 min(order.lease_s, self._lease_s),
+                found.windows,
             )
         )
 
@@ -211,17 +220,24 @@ class Owner:
         pin = self._pins.get(order.ticket)
         if pin is None or self._transport is None:
             return Pushed("stale", "no such ticket: it was released, or its lease expired")
-        take = wire.unpack_tokens(order.take)
-        into = wire.unpack_tokens(order.blocks)
-        if len(take) != len(into) or any(position >= len(pin.blocks) for position in take):
-            return Pushed("refused", f"{len(take)} positions of {len(pin.blocks)} blocks for {len(into)} targets")
+        moves = []
+        for pool, held, numbers, targets in (
+            (pin.pool, pin.blocks, order.take, order.blocks),
+            (WINDOWS, pin.windows, order.window_take, order.window_blocks),
+        ):
+            take, into = wire.unpack_tokens(numbers), wire.unpack_tokens(targets)
+            if len(take) != len(into) or any(number >= len(held) for number in take):
+                return Pushed("refused", f"{len(take)} positions of {len(held)} blocks for {len(into)} targets")
+            if take:
+                moves.append((pool, [held[number] for number in take], list(into)))
         pin.pushing += 1
         settled = False
         try:
-            local = [pin.blocks[position] for position in take]
-            moved = await asyncio.wrap_future(
-                self._transport.write(order.endpoint, pin.pool, local, list(into), timeout=order.timeout_s)
-            )
+            writes = [
+                self._transport.write(order.endpoint, pool, local, into, timeout=order.timeout_s)
+                for pool, local, into in moves
+            ]
+            moved = await asyncio.wrap_future(joined(writes))
             settled = True
             return Pushed(bytes=moved.bytes, seconds=moved.seconds)
         except TransferError as error:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,9 +22,16 @@ from penstock.infra.bus.worker_leases import RegisteredWorker, WorkerRegistry
 from penstock.schemas import control, wire
 from penstock.schemas.control import PinPrefix, Push, Pushed, Release
 from penstock.schemas.fleet import Registration
-from penstock.schemas.transfer import Endpoint, Handoff, Ticket
+from penstock.schemas.transfer import WINDOWS, Endpoint, Handoff, Ticket
 from penstock.workers.disagg.ledger import TransferLedger
-from penstock.workers.kv_transfer.transport_protocol import TransferError, TransferResult, Transport, path_between
+from penstock.workers.engines.engine_protocol import RowToFill
+from penstock.workers.kv_transfer.transport_protocol import (
+    TransferError,
+    TransferResult,
+    Transport,
+    joined,
+    path_between,
+)
 
 log = structlog.get_logger("handoff")
 
@@ -127,12 +134,14 @@ class BlockReader:
         ticket: Ticket,
         positions: Sequence[int],
         local: Sequence[int],
+        fills: Sequence[RowToFill] = (),
         timeout_s: float | None = None,
         computing_s: float = 0.0,
     ) -> TransferResult:
         """Copy the blocks at ``positions`` of the ticket into the blocks ``local``.
 
         Args:
+            fills: what is copied of sliding-window layers.
             timeout_s: within so many seconds, if they are less than for handoffs.
             computing_s: what computing them takes, for the ledger; 0: unknown.
 
@@ -142,15 +151,24 @@ class BlockReader:
         self._ledger.record(ticket, "leased", self._worker, blocks=len(positions))
         transport = self._transport
         within_s = min(self._timeout_s, timeout_s or self._timeout_s)
+        pool, count = ticket.endpoint.pools.get(ticket.pool), len(ticket.blocks) // 4
+        rows = {fill.row: fill.position - count + len(ticket.windows) // 4 for fill in fills}  # and which in the ticket
         try:
             if self._bus.clock.now_ns() > ticket.lease_ns:
                 raise TransferError("stale", "the lease had expired before the blocks could be read")
             if transport is None:
                 raise TransferError("unavailable", "this worker has no transfer backend")
+            if max(positions, default=-1) >= count or min(rows.values(), default=0) < 0:
+                raise TransferError(
+                    "refused",
+                    f"the ticket has {count} blocks, the last {len(ticket.windows) // 4} with sliding windows: too few",
+                )
+            if pool is not None and not pool.block_bytes:  # all layers have sliding windows
+                positions = local = ()
             if path_between(transport.endpoint, ticket.endpoint) == "read":
-                moved, seconds = await self._read(transport, ticket, positions, local, within_s)
+                moved, seconds = await self._read(transport, ticket, positions, local, rows, within_s)
             else:
-                moved, seconds = await self._request_push(transport, ticket, positions, local, within_s)
+                moved, seconds = await self._request_push(transport, ticket, positions, local, rows, within_s)
         except TransferError as error:
             self._ledger.record(
                 ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
@@ -170,23 +188,41 @@ class BlockReader:
         self._ledger.record(ticket, "read", self._worker, seconds=seconds)
 
     async def _read(
-        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int], within_s: float
+        self,
+        transport: Transport,
+        ticket: Ticket,
+        positions: Sequence[int],
+        local: Sequence[int],
+        rows: Mapping[int, int],
+        within_s: float,
     ) -> tuple[int, float]:
-        blocks, generations = wire.unpack_tokens(ticket.blocks), wire.unpack_tokens(ticket.generations)
-        moved = await asyncio.wrap_future(
-            transport.read(
+        def read(
+            pool: str, ids: bytes, generations: bytes, take: Sequence[int], into: Sequence[int]
+        ) -> "concurrent.futures.Future[TransferResult]":
+            there, expected = wire.unpack_tokens(ids), wire.unpack_tokens(generations)
+            return transport.read(
                 ticket.endpoint,
-                ticket.pool,
-                [blocks[p] for p in positions],
-                list(local),
-                generations=[generations[p] for p in positions],
+                pool,
+                [there[number] for number in take],
+                list(into),
+                generations=[expected[number] for number in take],
                 timeout=within_s,
             )
-        )
+
+        reads = [read(ticket.pool, ticket.blocks, ticket.generations, positions, local)] if positions else []
+        if rows:
+            reads.append(read(WINDOWS, ticket.windows, ticket.window_generations, list(rows.values()), list(rows)))
+        moved = await asyncio.wrap_future(joined(reads))
         return moved.bytes, moved.seconds
 
     async def _request_push(
-        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int], within_s: float
+        self,
+        transport: Transport,
+        ticket: Ticket,
+        positions: Sequence[int],
+        local: Sequence[int],
+        rows: Mapping[int, int],
+        within_s: float,
     ) -> tuple[int, float]:
         order = Push(
             ticket.id,
@@ -195,6 +231,8 @@ class BlockReader:
             wire.pack_tokens(list(positions)),
             wire.pack_tokens(list(local)),
             within_s,
+            wire.pack_tokens(list(rows.values())),
+            wire.pack_tokens(list(rows)),
         )
         began = time.monotonic()
         reply = f"{self._inbox}.{next(self._numbers)}"

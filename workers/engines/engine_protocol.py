@@ -84,6 +84,29 @@ class MediaSpan(NamedTuple):
     seconds: float = 0.0  # as ``Media.seconds``
 
 
+class RowToFill(NamedTuple):
+    """A row of sliding-window layers that a transfer fills.
+
+    Attributes:
+        position: of the block in the prompt.
+        block: of whose tokens it is.
+    """
+
+    position: int
+    block: int
+    row: int
+
+
+class HeldRows(NamedTuple):
+    """Rows of sliding-window layers, of the last of some blocks, as long as they have these generations."""
+
+    rows: Seq[int] = ()
+    generations: Seq[int] = ()
+
+
+NO_ROWS = HeldRows()
+
+
 class BlockReservation(msgspec.Struct, eq=False):
     """Blocks held for a prompt whose KV comes from elsewhere; shared by the sequences of its choices.
 
@@ -100,6 +123,8 @@ class BlockReservation(msgspec.Struct, eq=False):
     filled: bool = False  # adopted
     named: int = 0  # leading ``blocks`` that are in the cache under their names; of the others it has other copies
     loaded: int = 0  # the last of ``have`` came from host memory
+    window: list[int] = []  # of these blocks it holds rows of sliding-window layers
+    fills: list[RowToFill] = []
 
 
 class SequenceRequest(msgspec.Struct):
@@ -174,6 +199,7 @@ class PinnedPrompt(NamedTuple):
     blocks: list[int]
     generations: list[int]
     opaque: bytes = b""  # of an engine that moves KV by itself: what the next worker's engine needs, instead of blocks
+    windows: HeldRows = NO_ROWS
 
 
 class Scored(NamedTuple):
@@ -424,6 +450,7 @@ class FoundBlocks(NamedTuple):
 
     blocks: list[int]
     generations: list[int]
+    windows: HeldRows = NO_ROWS
 
 
 class KvTransfer(Protocol):
@@ -438,13 +465,17 @@ class KvTransfer(Protocol):
 
     prompts_end: Callable[[list[object]], None] | None
 
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
+    def reserve(self, digests: Seq[bytes], tails: int, users: int, tokens: int = 0) -> BlockReservation | None:
         """Hold blocks for the KV of these names, cached or to be filled; None: too few are available now.
 
         Args:
             digests: names of the prompt's full blocks.
             tails: copies of its last block, which is not full: one per sequence that continues in it, or 0.
             users: sequences that will start with the reservation.
+            tokens: of the prompt, behind which windows of sliding layers end; 0: of its full blocks.
+
+        Raises:
+            RequestError: there are never so many rows.
         """
 
     def adopt(self, reservation: BlockReservation) -> None:

@@ -346,9 +346,8 @@ class InflightTransfers:
         if request.op == "CONNECT":
             blocks.check_peer(own, peer)
             self._peers.load(peer)
-            if peer.pools:
+            if peer_pool := next((pool for pool in peer.pools.values() if pool.block_bytes), None):
                 transfer.scratch = self._scratch.take(WARM_BYTES)
-                peer_pool = next(iter(peer.pools.values()))
                 transfer.moves = iter([blocks.first_bytes(peer_pool, transfer.scratch.ctypes.data, WARM_BYTES)])
             return
         blocks.check_pool(own, peer, request.pool)

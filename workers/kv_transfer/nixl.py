@@ -167,7 +167,8 @@ class NixlAgent:
             self._self_test(name)
             step = "registering the pools"
             for pool in pools.values():
-                self._register(pool.base, pool.blocks * pool.block_bytes, pool.kind, pool.device)
+                if pool.block_bytes:  # none are in the first pool of a model whose layers all slide
+                    self._register(pool.base, pool.blocks * pool.block_bytes, pool.kind, pool.device)
                 if pool.generations:
                     self._register(pool.generations, pool.blocks * WORD_BYTES, "cpu", 0)
             metadata = bytes(self._agent.get_agent_metadata())

@@ -26,6 +26,8 @@ from penstock.workers.kv_transfer.transport_protocol import (
     TransportStats,
     TransportUnavailable,
     completed_future,
+    failed,
+    when_done,
 )
 
 OPEN_S = 60.0  # for an agent's test of itself, on a loaded machine
@@ -125,18 +127,18 @@ class RankTransports:
 
         def ended() -> None:
             """The others have read. Whether the blocks are still the owner's is compared last, for all of them."""
-            if _failed(first, result):
+            if failed(first, result):
                 return
             left = timeout - (time.monotonic() - began)
             last = self._own.read(peer, pool, remote, local, generations=generations, timeout=left)
-            _when_done([last], lambda: report(last))
+            when_done([last], lambda: report(last))
 
         def report(last: "Future[TransferResult]") -> None:
-            if not _failed([last], result):
+            if not failed([last], result):
                 moved = sum(each.result().bytes for each in (*first, last))
                 result.set_result(TransferResult(moved, time.monotonic() - began))
 
-        _when_done(first, ended)
+        when_done(first, ended)
         return result
 
     def _pairs(self, peer: Endpoint, pool: str) -> list[tuple[Transport, Endpoint]]:
@@ -388,43 +390,15 @@ def _heads(pool: Memory) -> range:
     return common_heads(pool, pool)
 
 
-def _when_done(futures: "Sequence[Future[Any]]", then: Callable[[], None]) -> None:
-    """Call a function when all have ended, well or not; in the thread of the last."""
-    left, lock = [len(futures)], threading.Lock()
-
-    def one(_: "Future[Any]") -> None:
-        with lock:
-            left[0] -= 1
-            last = not left[0]
-        if last:
-            then()
-
-    if not futures:
-        then()
-    for future in futures:
-        future.add_done_callback(one)
-
-
-def _failed(futures: "Sequence[Future[Any]]", result: "Future[Any]") -> bool:
-    """Whether one has failed; then the result does, and is settled when all are."""
-    errors = [error for each in futures if isinstance(error := each.exception(), TransferError)]
-    if not errors:
-        return False
-    settled: Future[None] = Future()
-    _when_done([error.settled for error in errors], lambda: settled.set_result(None))
-    result.set_exception(TransferError(errors[0].cause, errors[0].message, settled))
-    return True
-
-
 def _all_of(futures: "Sequence[Future[None]]") -> "Future[None]":
     result: Future[None] = Future()
     result.set_running_or_notify_cancel()
 
     def then() -> None:
-        if not _failed(futures, result):
+        if not failed(futures, result):
             result.set_result(None)
 
-    _when_done(futures, then)
+    when_done(futures, then)
     return result
 
 

@@ -18,10 +18,11 @@ owner with it. There the owner pushes.
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from penstock.schemas.transfer import Endpoint
 
@@ -67,6 +68,49 @@ class TransportUnavailable(Exception):
 class TransferResult(NamedTuple):
     bytes: int
     seconds: float  # from the call to the last byte, the generation check included
+
+
+def when_done(futures: "Sequence[Future[Any]]", then: Callable[[], None]) -> None:
+    """Call a function when all have ended, well or not; in the thread of the last."""
+    left, lock = [len(futures)], threading.Lock()
+
+    def one(_: "Future[Any]") -> None:
+        with lock:
+            left[0] -= 1
+            last = not left[0]
+        if last:
+            then()
+
+    if not futures:
+        then()
+    for future in futures:
+        future.add_done_callback(one)
+
+
+def failed(futures: "Sequence[Future[Any]]", result: "Future[Any]") -> bool:
+    """Whether one has failed; then the result does, and is settled when all are."""
+    errors = [error for each in futures if isinstance(error := each.exception(), TransferError)]
+    if not errors:
+        return False
+    settled: Future[None] = Future()
+    when_done([error.settled for error in errors], lambda: settled.set_result(None))
+    result.set_exception(TransferError(errors[0].cause, errors[0].message, settled))
+    return True
+
+
+def joined(transfers: "Sequence[Future[TransferResult]]") -> "Future[TransferResult]":
+    """The result of transfers that were begun at once: all their bytes, and the time of the longest."""
+    result: Future[TransferResult] = Future()
+    result.set_running_or_notify_cancel()
+
+    def ended() -> None:
+        if not failed(transfers, result):
+            each = [transfer.result() for transfer in transfers]
+            seconds = max((one.seconds for one in each), default=0.0)
+            result.set_result(TransferResult(sum(one.bytes for one in each), seconds))
+
+    when_done(transfers, ended)
+    return result
 
 
 class TransportStats(NamedTuple):

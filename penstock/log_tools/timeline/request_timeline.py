@@ -25,7 +25,7 @@ from penstock.schemas.jobs import Decision, Job, LowerTiers, Revoke, WorkMessage
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import COUNTS, PROMPT, TokenItem
 from penstock.schemas.trace import Stamps
-from penstock.schemas.transfer import Encoded, Handoff, Prefilled
+from penstock.schemas.transfer import WINDOWS, Encoded, Handoff, Prefilled
 
 
 class RequestAccepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -448,7 +448,8 @@ def _routed(attempt: int, decision: Decision, resumed: int, compact: bool) -> Re
 
 def _handed_off(message: Encoded | Prefilled, role: str, worker: str, stored_ns: int) -> BlocksHandedOff:
     ticket = message.ticket
-    blocks, pool = len(ticket.blocks) // 4, ticket.endpoint.pools.get(ticket.pool)
+    blocks, pools = len(ticket.blocks) // 4, ticket.endpoint.pools
+    held = ((ticket.pool, blocks), (WINDOWS, len(ticket.windows) // 4))
     return BlocksHandedOff(
         stored_ns,
         message.attempt,
@@ -458,7 +459,7 @@ def _handed_off(message: Encoded | Prefilled, role: str, worker: str, stored_ns:
         ticket.id,
         ticket.pool,
         blocks,
-        blocks * pool.block_bytes if pool is not None else 0,
+        sum(count * pools[name].block_bytes for name, count in held if name in pools),
         ticket.endpoint.backend,
         ticket.lease_ns,
     )

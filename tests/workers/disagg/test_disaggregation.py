@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
@@ -22,7 +23,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import block_hashes, control, jobs, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import WorkerState
-from penstock.schemas.jobs import Stage
+from penstock.schemas.jobs import Move, Stage
 from penstock.schemas.requests import GenerateRequest, Media, Sampling
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import PROMPT as PROMPT_ITEM
@@ -35,8 +36,11 @@ from penstock.workers.engines import mock
 from penstock.workers.engines.engine_protocol import BlockReservation
 from penstock.workers.engines.mock.executor import expected_tokens
 from penstock.workers.engines.mock.memory import embedding
+from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.session.process import GRACE_S
 from tests.infra.bus.support import eventually
+from tests.workers.engines.native import models
 from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import (
     BLOCK,
@@ -131,6 +135,40 @@ async def test_decode_goes_on_behind_the_token_that_prefill_streamed(log: LogCli
     states = await log.states(asked, "read", "released")
     assert states == ["offered", "leased", "read", "released"]
     await pair.free()
+
+
+@pytest.mark.parametrize("host", ["here", ""], ids=["read", "written"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+async def test_sliding_windows_go_with_the_handoff(
+    log: LogClient, broker: EmbeddedNats, pipeline: Subjects, tmp_path: Path, kind: str, host: str
+) -> None:
+    """Of an engine with two pools, or with one of sliding layers only; and a prefix is read from the other worker."""
+    options = NativeOptions(block_size=BLOCK, kv_blocks=100, device="cpu")
+    directory = models.save(kind, tmp_path)
+    first, second = (ControlledEngine(build(str(directory), options)) for _ in range(2))
+    network, words = LoopbackNetwork(host), list(models.prompt(41))
+    async with (
+        run_worker(broker, pipeline, first, network=network, role="prefill", **FAST) as prefill,
+        run_worker(broker, pipeline, second, network=network, role="decode", **FAST) as decode,
+    ):
+        pair = Pair(network, prefill, decode)
+        asked = request(words, 20)
+        await send_jobs(log, pair, asked)
+        end = await log.end(asked)
+        assert log.streamed(asked) == models.expected(directory, tuple(words), 20)
+        assert (end.worker, end.code) == (decode.id, "")
+        assert (await decode.stats()).prompt_tokens == (await decode.stats()).hit_tokens == len(words)
+        lines = await log.states(asked, "read", "released")
+        assert lines == ["offered", "leased", "read", "released"]
+        ticket = (await handed(log, asked)).ticket
+        assert len(ticket.blocks) == 11 * 4
+        assert len(ticket.windows) == 4 * (11 - (41 - {"gemma3": 8, "mistral": 12}[kind] + 1) // BLOCK)
+        if host:
+            longer = request([*words, *log.streamed(asked), 7], 9)
+            await log.send_job(prefill.id, longer, move=Move(decode.id, 15, "on the same host"), role="prefill")
+            await log.end(longer)
+            assert (await prefill.stats()).hit_tokens == 60
+        await pair.free()
 
 
 async def test_what_was_handed_off_is_freed_without_a_garbage_collection(log: LogClient, pair: Pair) -> None:

@@ -5,7 +5,7 @@ from penstock.workers.disagg.owner import Pin, Pins
 
 
 def pin(ticket: str, expires: float = 10.0, blocks: int = 2) -> Pin:
-    return Pin(ticket, "kv", "d-1", list(range(blocks)), 64, expires, lambda engine: None)
+    return Pin(ticket, "kv", "d-1", list(range(blocks)), expires, lambda engine: None)
 
 
 def test_a_lease_ends_once() -> None:

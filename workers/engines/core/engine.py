@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from penstock.infra.model.adapter import AdapterFolder
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
-from penstock.schemas.transfer import Memory
+from penstock.schemas.transfer import KV, WINDOWS, Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.open_constraints import RunningConstraints, matcher_of
 from penstock.workers.engines.core.blocks import MOST_WRITES, BlockCopier, DiskCache, HostCache
@@ -302,7 +302,7 @@ class ScheduledEngine:
         self.grammars: ConstraintCompiler | None = grammars
         self.adapters = adapters
         self._constrained = RunningConstraints()
-        self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.kv_cache.in_one_pool else None
+        self.kv_transfer: KvTransfer | None = scheduler.reservations
         self.vision = None if encoder is None else EmbeddingPool(encoder)
         self.scheduler = scheduler
         self._processors = processors or Registry()
@@ -484,9 +484,12 @@ class ScheduledEngine:
 
     def memory(self) -> dict[str, Memory]:
         """The executor's pools and the embedding pool, each with its generations."""
-        generations, _ = self.scheduler.blocks.generations.buffer_info()
-        pools = self._owned.memory()
-        kv = {name: msgspec.structs.replace(pool, generations=generations) for name, pool in pools.items()}
+        windows = self.scheduler.kv_cache.windows
+        of = {KV: self.scheduler.blocks.generations} | ({} if windows is None else {WINDOWS: windows.generations})
+        kv = {
+            name: msgspec.structs.replace(pool, generations=of[name].buffer_info()[0])
+            for name, pool in self._owned.memory().items()
+        }
         return kv if self.vision is None else kv | self.vision.memory()
 
     @property

@@ -26,10 +26,18 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from penstock.infra.process.class_queue import StartQueue, StartShare
+from penstock.schemas.errors import Code
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import LoadedAdapter, Sequence
 from penstock.workers.engines.core.windows import WindowRows
-from penstock.workers.engines.engine_protocol import BlockReservation, FoundBlocks, PinnedPrompt
+from penstock.workers.engines.engine_protocol import (
+    NO_ROWS,
+    BlockReservation,
+    FoundBlocks,
+    PinnedPrompt,
+    RequestError,
+    RowToFill,
+)
 
 
 class Reservations:
@@ -46,25 +54,48 @@ class Reservations:
         pinned: holds what other workers read of the cache.
         headroom: blocks that must stay available: one for each running sequence to grow into, and those that the first
             waiting sequence without a reservation needs.
+        windows, row_headroom: rows of sliding-window layers, and the same for them.
     """
 
-    def __init__(self, blocks: BlockManager, pinned: "PinnedBlocks", headroom: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        pinned: "PinnedBlocks",
+        headroom: Callable[[], int],
+        windows: WindowRows | None = None,
+        row_headroom: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._blocks = blocks
         self._pinned = pinned
         self._headroom = headroom
         self.prompts_end: Callable[[list[object]], None] | None = None
+        self._windows = windows
+        self._row_headroom = row_headroom
         self.copy: Callable[[], None] = lambda: None
         self.settle: Callable[[Seq[int]], None] = lambda blocks: None
         self.expected = 0  # sequences that reservations were made for, and that have not started
         self.reserved_blocks = 0
 
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> BlockReservation | None:
-        """Hold the blocks of a prompt, cached or to be filled; None: too few are available now."""
+    def reserve(self, digests: Seq[bytes], tails: int, users: int, tokens: int = 0) -> BlockReservation | None:
+        """Hold the blocks of a prompt, cached or to be filled; None: too few are available now.
+
+        Raises:
+            RequestError: there are never so many rows of sliding-window layers.
+        """
         blocks, host, full = self._blocks, self._blocks.host, len(digests)
         hits = blocks.match(digests, full)
         fresh = full - len(hits) + tails
         if blocks.left(hits, fresh) < self.expected + self._headroom():
             return None
+        window, first = [], full
+        if self._windows is not None:  # blocks in the window that have rows keep them, the others get some
+            first = self._windows.first_block(tokens or full * self._windows.block_size)
+            window = [block for block in hits[first:] if block in self._windows.rows]
+            lacking = max(0, full - first) + tails - len(window)
+            if len(window) + lacking > self._windows.total_blocks:
+                raise RequestError(Code.out_of_blocks, f"{len(window) + lacking} rows of sliding-window layers")
+            if self._windows.left(hits, window, lacking) < self.expected + self._row_headroom():
+                return None
         if host is not None:
             blocks.saves_ahead = True
             self.copy()
@@ -80,11 +111,24 @@ class Reservations:
             have += len(names)
         self.reserved_blocks += len(table)
         self.expected += users
-        return BlockReservation(list(digests), table[:full], have, table[full:], users, loaded=have - len(hits))
+        reservation = BlockReservation(list(digests), table[:full], have, table[full:], users, loaded=have - len(hits))
+        if self._windows is not None:
+            self._windows.keep(hits, window)
+            reservation.window = window
+            lack = [(n, table[n]) for n in range(first, full) if table[n] not in self._windows.rows]
+            lack += [(full, tail) for tail in reservation.tails]
+            rows = self._windows.reserve(len(lack))
+            reservation.fills = [RowToFill(n, block, row) for (n, block), row in zip(lack, rows, strict=True)]
+        return reservation
 
     def adopt(self, reservation: BlockReservation) -> None:
         """The blocks are filled: enter them into the prefix cache."""
         reservation.filled = True
+        if self._windows is not None:
+            for _, block, row in reservation.fills:
+                self._windows.enter(block, row)
+                reservation.window.append(block)
+            reservation.fills = []
         if self._blocks.prefix_cache:
             first, last = reservation.have - reservation.loaded, len(reservation.blocks)
             if reservation.loaded:  # other workers read what has a name, whenever they like
@@ -98,6 +142,10 @@ class Reservations:
         table = reservation.blocks + reservation.tails
         self.reserved_blocks -= len(table)
         self.expected -= reservation.users
+        if self._windows is not None:
+            self._windows.unreserve([fill.row for fill in reservation.fills])
+            self._windows.drop(reservation.window)
+            reservation.fills, reservation.window = [], []
         self._blocks.release(table)
         reservation.blocks, reservation.tails, reservation.users = [], [], 0
 
@@ -115,15 +163,27 @@ class Reservations:
                 break
             found.blocks.append(block)
             found.generations.append(generation)
-        return found
+        if (windows := self._windows) is None:
+            return found
+        border = windows.usable(found.blocks)
+        held = windows.found(found.blocks[windows.first_block(border * windows.block_size) : border])
+        if held is None:  # the engine thread took one of them just now
+            return FoundBlocks([], [])
+        return FoundBlocks(found.blocks[:border], found.generations[:border], held)
 
     def pin(self, key: object, found: FoundBlocks) -> int:
-        blocks = self._blocks
+        blocks, windows = self._blocks, self._windows
         there = []
-        for block, generation in zip(*found, strict=True):
+        for block, generation in zip(found.blocks, found.generations, strict=True):
             if blocks.generations[block] != generation or blocks.names[block] is None:
                 break
             there.append(block)
+        if windows is not None:
+            window = found.blocks[len(found.blocks) - len(found.windows.rows) :]
+            if len(there) < len(found.blocks) or windows.found(window) != found.windows:
+                return 0
+            if windows.left(found.blocks, window, 0) < self.expected + self._row_headroom():
+                return 0
         # A prefix from its first block on: nothing may stay in the cache without what is in front of it.
         if (
             not there
@@ -133,13 +193,17 @@ class Reservations:
             return 0
         table = blocks.take(there, 0)
         assert table is not None
-        self._pinned.hold(key, table)
+        self._pinned.hold(key, table, window if windows is not None else [])
         return len(table)
 
     def take_tail(self, reservation: BlockReservation) -> None:
         """A sequence starts and continues in one of the copies of the prompt's last block."""
-        reservation.tails.pop()
+        tail = reservation.tails.pop()
         self.reserved_blocks -= 1
+        if tail in reservation.window:
+            assert self._windows is not None
+            reservation.window.remove(tail)
+            self._windows.drop([tail])  # the sequence holds it next
 
     def release_user(self, reservation: BlockReservation) -> None:
         """One of its users has started or was cancelled; the last one releases it."""
@@ -154,10 +218,12 @@ class Reservations:
 class PinnedBlocks:
     """Blocks of prompts whose sequences have ended, kept until another worker has fetched them."""
 
-    def __init__(self, blocks: BlockManager, block_size: int) -> None:
+    def __init__(self, blocks: BlockManager, block_size: int, windows: WindowRows | None = None) -> None:
         self._blocks = blocks
         self._block_size = block_size
+        self._windows = windows
         self._tables: dict[object, list[int]] = {}
+        self._in_windows: dict[object, list[int]] = {}  # those of them whose rows are held
         self._new: list[PinnedPrompt] = []  # not yet reported
 
     def __contains__(self, key: object) -> bool:
@@ -180,21 +246,33 @@ class PinnedBlocks:
         return list(self._tables)
 
     def pin(self, sequence: Sequence) -> None:
-        """Keep the blocks of its prompt beyond its end."""
-        table = self._blocks.share(sequence.blocks[: -(-sequence.prompt_len // self._block_size)])
-        self._tables[sequence.key] = table
+        """Keep the blocks of its prompt beyond its end; none if rows of its window are gone."""
+        blocks, windows = sequence.blocks[: -(-sequence.prompt_len // self._block_size)], NO_ROWS
+        window = []
+        if self._windows is not None:
+            window = blocks[self._windows.first_block(sequence.prompt_len) :]
+            held = self._windows.found(window)
+            blocks, window, windows = (blocks, window, held) if held is not None else ([], [], windows)
+        table = self._blocks.share(blocks)
+        self.hold(sequence.key, table, window)
         generations = self._blocks.generations
-        self._new.append(PinnedPrompt(sequence.key, table, [generations[block] for block in table]))
+        pinned = PinnedPrompt(sequence.key, table, [generations[block] for block in table], windows=windows)
+        self._new.append(pinned)
 
-    def hold(self, key: object, table: list[int]) -> None:
-        """Keep a table of held blocks until ``release``."""
+    def hold(self, key: object, table: list[int], window: list[int]) -> None:
+        """Keep a table of held blocks until ``release``, and the rows of some of them."""
         self._tables[key] = table
+        if self._windows is not None:
+            self._windows.keep(table, window)
+            self._in_windows[key] = window
 
     def release(self, key: object) -> bool:
         """Free the blocks of an ended sequence; False: it has pinned none."""
         table = self._tables.pop(key, None)
         if table is None:
             return False
+        if self._windows is not None:
+            self._windows.drop(self._in_windows.pop(key))
         self._blocks.release(table)
         return True
 
@@ -374,6 +452,11 @@ class Queue:
                 return self._blocks.available - self._blocks.left(need.hits, need.fresh)
         return 0
 
+    def head_rows(self) -> int:
+        """The same of rows of sliding-window layers."""
+        waits = self._windows is not None and len(self.waiting) > self.reserved
+        return self._windows.most_rows if self._windows is not None and waits else 0
+
     def unreserve(self, sequence: Sequence) -> None:
         """A sequence starts, is cancelled, or is to be computed here: it no longer needs its reservation."""
         reservation, sequence.reservation = sequence.reservation, None
@@ -461,6 +544,8 @@ class Queue:
     def _try_admit(self, sequence: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
         if not self.adapters.has_room(sequence) or (sequence.fetch is not None and sequence.fetch.waiting):
             return None
+        if self._windows is not None and sequence.reservation is None and not self._windows.room:
+            return None
         need = self._need(sequence)
         if self._no_evict and sequence.reservation is None and not self._fits_to_end(sequence, need, running):
             return None
@@ -505,6 +590,11 @@ class Queue:
             named = min(reservation.named, len(hits))
             if scored and len(hits) == len(reservation.blocks) and tokens > sequence.prompt_len:
                 tail = reservation.tails[-1:]
+            if self._windows is not None:
+                usable = self._windows.usable([*hits, *tail], sequence.prompt_len if tail else 0)
+                if usable < len(hits) + len(tail):
+                    hits, tail = hits[:usable], []
+                    named = min(named, len(hits))
         else:
             hits = self._blocks.match(sequence.digests, max_blocks)
             if self._windows is not None:
@@ -523,7 +613,8 @@ class Queue:
     def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:
         """Whether the longest output of a sequence fits beside those of all running ones."""
         size = self._block_size
-        if self._windows is not None and (len(running) + 1) * self._windows.most_rows > self._windows.total_blocks:
+        windows = self._windows
+        if windows is not None and (len(running) + 1) * windows.most_rows > windows.total_blocks - windows.kept:
             return False
         growth = -(-(sequence.limit - 1) // size) - len(need.hits) - need.fresh  # the last token is never computed
         for other in running:

@@ -195,11 +195,6 @@ class KvCacheManager:
         """The pool that limits how many tokens are held."""
         return self.windows if self.windows is not None and self.windows.only else self.blocks
 
-    @property
-    def in_one_pool(self) -> bool:
-        """Whether all KV of a block is in one pool, so that other workers can read and write it."""
-        return self.windows is None
-
     def admit(self, sequence: Sequence, computed: int) -> None:
         """A sequence starts behind ``computed`` cached tokens; its blocks are allocated."""
         if self.windows is not None:
@@ -390,13 +385,16 @@ class RunningSequences:
         """Allocate window rows for some of ``count`` tokens, if need be by preempting newer sequences; 0: not now."""
         while not (covered := self._kv_cache.cover(sequence, start, count)):
             newest = self.sequences[-1]
-            if newest is sequence:  # older ones run, and end
+            if newest is sequence and len(self.sequences) > 1:  # older ones run, and end
                 return 0
+            if self._queue.reclaim():
+                continue
             if self._inflight:
                 self.starved = True
                 return 0
-            self.sequences.pop()
-            self._preempt(newest)
+            self._preempt(self.sequences.pop())
+            if newest is sequence:  # the rest of the rows are held for handoffs
+                return 0
         return covered
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 # A step of prompts that are handed off takes no further one once it has this many tokens. More do not compute faster,
 # but all wait for the last: beside 4,000-token prompts at 60 % load, prompts of 256 wait half as long for first tokens.
 ENOUGH_HANDED_OFF_TOKENS = 2048
-NO_HANDOFF = "KV in two pools is not handed off; use --no-hybrid-kv-cache"
 
 
 def new_sequence(
@@ -63,7 +62,6 @@ def new_sequence(
     adapter: LoadedAdapter | None = None,
     *,
     prefix_cache: bool = True,
-    handoff: bool = True,
 ) -> Sequence:
     """
     Args:
@@ -71,13 +69,10 @@ def new_sequence(
         adapter: as ``request.adapter`` names it.
         constraint: on its output. It says where the output may end, so ``ignore_eos`` has no effect.
         prefix_cache: name the blocks.
-        handoff: other workers can write and read the blocks.
 
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
-    if not handoff and (request.pin or request.reservation is not None):
-        raise RequestError(Code.unsupported, NO_HANDOFF)
     prompt = _tokens(request.prompt)
     tokens = prompt.tolist()
     if request.generated:
@@ -137,7 +132,7 @@ class Scheduler:
     preempted before that.
 
     Args:
-        windows: rows of the sliding-window layers, if they have a pool of their own. Handoffs are refused then.
+        windows: rows of the sliding-window layers, if they have a pool of their own.
         adapters: the slots of LoRA adapters; None: there are none.
 
     Attributes:
@@ -159,8 +154,14 @@ class Scheduler:
         block_size = config.block_size
         self.blocks = blocks
         self.kv_cache = KvCacheManager(blocks, block_size, windows, fair=config.no_evict)
-        self.pinned = PinnedBlocks(blocks, block_size)
-        self.reservations = Reservations(blocks, self.pinned, lambda: len(self.running) + self.queue.head_claim())
+        self.pinned = PinnedBlocks(blocks, block_size, windows)
+        self.reservations = Reservations(
+            blocks,
+            self.pinned,
+            lambda: len(self.running) + self.queue.head_claim(),
+            windows,
+            lambda: len(self.running) + self.queue.head_rows(),
+        )
         self.queue = Queue(
             blocks, block_size, self.reservations, no_evict=config.no_evict, windows=windows, adapters=adapters
         )
@@ -170,6 +171,8 @@ class Scheduler:
         self.drafts = DraftCounts()
         self.report = StepReport()
         self._inflight = InflightPlans()
+        if windows is not None:
+            windows.plans = self._inflight
         self.running = RunningSequences(block_size, self.kv_cache, self.queue, self.pinned, self._inflight, self.report)
         self._block_size = block_size
         self._max_running = config.max_running
@@ -192,9 +195,8 @@ class Scheduler:
         """
         if request.key in self.by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
-        naming, handoff = self.blocks.prefix_cache, self.kv_cache.in_one_pool
         sequence = new_sequence(
-            request, self.limits, processors, constraint, adapter, prefix_cache=naming, handoff=handoff
+            request, self.limits, processors, constraint, adapter, prefix_cache=self.blocks.prefix_cache
         )
         self.by_key[request.key] = sequence
         self.queue.add(sequence)

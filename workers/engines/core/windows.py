@@ -4,9 +4,10 @@ A model with sliding windows keeps two pools. Blocks of the first hold the full-
 all of its own. The sliding layers of a block are a row of the second pool, and a sequence holds the rows that its
 window still covers, so their number is bounded however long the sequence is.
 
-A row is in one of four states:
+A row is in one of five states:
 
-- held: a running sequence's window covers its block.
+- held: a running sequence's window covers its block, or other workers read it.
+- reserved: it is being filled by another worker, and belongs to no block yet.
 - passed: the window of a running sequence has left it, or a prefix hit did not need it. Kept while there is room, and
   reassigned first, oldest first.
 - final: its block ended an answer and is idle in the prefix cache. It leaves with its block, which the block manager
@@ -16,33 +17,55 @@ A row is in one of four states:
 A prefix of the cache can be reused up to a block border if the rows that a window behind it covers are all there.
 Passed rows are dropped without an event: a router's view of a prefix is exact for the longest chains, and a request
 that branches off inside one may find less.
+
+A step that is being computed may still read rows that its sequences have passed. The next step, which writes them, runs
+behind it; other workers do not wait, so they get such a row only once that step is committed.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.engine_protocol import HeldRows
+
+
+def most_rows(window: int, block_size: int) -> int:
+    """Rows that a window of so many tokens touches, at most."""
+    return (window - 2) // block_size + 2
+
+
+class Plans(Protocol):
+    """How many plans were made and committed: see ``InflightPlans``."""
+
+    made: int
+    committed: int
 
 
 class WindowRows:
     """The second pool: ``total_blocks`` rows. Implements ``BlockObserver``.
 
     Args:
+        block_size: tokens of a row.
         window: tokens that a query attends to in these layers, itself included.
         only: the model has no other layers, so this pool is its whole KV cache.
 
     Attributes:
-        rows: the row of each block that has one; ``free`` has the others.
-        holders: how many sequences hold a block's row.
-        passed: blocks whose rows a window has passed.
+        rows: the row of each block that has one; ``free`` has the others, but for those that are reserved.
+        holders: how many sequences and readers hold a block's row.
+        passed: blocks whose rows a window has passed, with the number of the last plan that may read them.
+        generations: one u32 per row, as ``BlockManager`` has one per block.
+        kept: rows that readers and reservations hold; those of shared blocks count several times.
+        plans: of the scheduler; None: each is committed before the next is made.
     """
 
     def __init__(self, blocks: BlockManager, total_blocks: int, *, block_size: int, window: int, only: bool) -> None:
         self.total_blocks = total_blocks
         self.only = only
         self.window = window
-        self._size = block_size
+        self.block_size = block_size
         if total_blocks < self.most_rows:
             raise ValueError(
                 f"a window of {window} tokens needs {self.most_rows} blocks of {block_size}, not {total_blocks}"
@@ -50,18 +73,21 @@ class WindowRows:
         self._blocks = blocks
         self.rows: dict[int, int] = {}  # block -> row
         self.holders: dict[int, int] = {}  # block -> sequences that hold its row
-        self.passed: OrderedDict[int, None] = OrderedDict()  # blocks
+        self.passed: OrderedDict[int, int] = OrderedDict()  # by block
         self.free = list(range(total_blocks - 1, -1, -1))
+        self.generations = array("I", bytes(4 * total_blocks))  # other processes read it: it never moves
+        self.kept = self._reserved = 0
+        self.plans: Plans | None = None
         blocks.observer = self
 
     @property
     def most_rows(self) -> int:
         """Rows that a sequence holds while it decodes, at most."""
-        return (self.window - 2) // self._size + 2
+        return most_rows(self.window, self.block_size)
 
     @property
     def used_blocks(self) -> int:
-        return len(self.holders)
+        return len(self.holders) + self._reserved
 
     @property
     def cached_blocks(self) -> int:
@@ -71,21 +97,30 @@ class WindowRows:
     def free_blocks(self) -> int:
         return len(self.free)
 
+    @property
+    def room(self) -> int:
+        """Rows that sequences can get."""
+        return self.total_blocks - self.used_blocks
+
     def first_block(self, position: int) -> int:
         """The first block that a query at ``position`` attends to."""
-        return max(0, position - self.window + 1) // self._size
+        return max(0, position - self.window + 1) // self.block_size
 
-    def usable(self, hits: Seq[int]) -> int:
-        """How many of the blocks of a cached prefix can be reused: those before the last border with a whole window."""
-        border = len(hits)
+    def usable(self, hits: Seq[int], tokens: int = 0) -> int:
+        """How many of the blocks of a prefix can be reused: those before the last border with a whole window.
+
+        Args:
+            tokens: in the blocks, if the last is not full; 0: all are.
+        """
+        border, position = len(hits), tokens or len(hits) * self.block_size
         while border:
-            first = self.first_block(border * self._size)
+            first = self.first_block(position)
             missing = border - 1
             while missing >= first and hits[missing] in self.rows:
                 missing -= 1
             if missing < first:
                 break
-            border = missing  # every border behind needs the missing row, too
+            border, position = missing, missing * self.block_size  # every border behind needs the missing row, too
         return border
 
     def admit(self, sequence: Sequence, computed: int) -> None:
@@ -93,12 +128,9 @@ class WindowRows:
 
         ``sequence.blocks`` are held, and ``usable`` has found these rows.
         """
-        first, hits = self.first_block(computed), -(-computed // self._size)
+        first, hits = self.first_block(computed), -(-computed // self.block_size)
         sequence.rows, sequence.first_row = [-1] * first, first
-        for block in sequence.blocks[:first]:
-            if block in self.rows and block not in self.holders:  # it is no longer idle, so not final
-                self.passed[block] = None
-                self.passed.move_to_end(block)
+        self._pass_unheld(sequence.blocks[:first])
         for block in sequence.blocks[first:hits]:
             self.passed.pop(block, None)
             self.holders[block] = self.holders.get(block, 0) + 1
@@ -110,18 +142,23 @@ class WindowRows:
         Args:
             fair: no more rows than any sequence needs to decode, so that each that was admitted has its own.
         """
-        first = self.first_block(start)
-        for number in range(sequence.first_row, min(first, len(sequence.rows))):
-            self._drop(sequence.blocks[number], passed=True)
-        sequence.first_row = max(sequence.first_row, first)
-        room = self.total_blocks - len(self.holders)
-        if fair:
-            room = min(room, self.most_rows - (len(sequence.rows) - sequence.first_row))
-        return max(0, min(count, (len(sequence.rows) + room) * self._size - start))
+        # Another worker goes on behind the prompt: its window stays while there is room.
+        kept = self.first_block(min(start, sequence.prompt_len) if sequence.pin else start)
+        for first in (kept, self.first_block(start)):
+            for number in range(sequence.first_row, min(first, len(sequence.rows))):
+                self._drop(sequence.blocks[number], passed=True)
+            sequence.first_row = max(sequence.first_row, first)
+            room = self.room
+            if fair:
+                room = min(room, self.most_rows - (len(sequence.rows) - sequence.first_row))
+            covered = min(count, (len(sequence.rows) + room) * self.block_size - start)
+            if covered > 0:
+                return covered
+        return 0
 
     def cover(self, sequence: Sequence, stop: int) -> None:
         """Give rows to the blocks of a sequence up to position ``stop``; ``fit`` has allowed it."""
-        for block in sequence.blocks[len(sequence.rows) : -(-stop // self._size)]:
+        for block in sequence.blocks[len(sequence.rows) : -(-stop // self.block_size)]:
             row = self._take()
             self.rows[block] = row
             self.holders[block] = 1
@@ -141,22 +178,105 @@ class WindowRows:
             return
         del self.holders[block]
         if passed:  # also without a name: it may still get one
-            self.passed[block] = None
+            self._pass(block)
 
-    def _take(self) -> int:
-        if not self.free and self.passed:
+    def _pass(self, block: int) -> None:
+        self.passed[block] = self.plans.made if self.plans is not None else 0
+        self.passed.move_to_end(block)
+
+    def _pass_unheld(self, blocks: Seq[int]) -> None:
+        """Blocks are no longer idle, so their rows not final."""
+        for block in blocks:
+            if block in self.rows and block not in self.holders:
+                self._pass(block)
+
+    def _take(self, *, foreign: bool = False) -> int:
+        """A row for another content; ``foreign``: other workers write it, whatever is being computed."""
+        if not self.free and self.passed and not (foreign and self._in_use(next(iter(self.passed.values())))):
             block, _ = self.passed.popitem(last=False)
-            return self.rows.pop(block)
-        while not self.free:
-            evicted = self._blocks.evict()
-            assert evicted, "fit() promised more rows than there are"
-        return self.free.pop()
+            row = self.rows.pop(block)
+        else:
+            while not self.free:
+                evicted = self._blocks.evict()
+                assert evicted, "more rows were promised than there are"
+            row = self.free.pop()
+        self.generations[row] = (self.generations[row] + 1) & 0xFFFFFFFF
+        return row
+
+    def _in_use(self, plan: int) -> bool:
+        return self.plans is not None and plan > self.plans.committed
+
+    # -- other workers ---------------------------------------------------------------------------------------
+
+    def left(self, table: Seq[int], window: Seq[int], fresh: int) -> int:
+        """How many more rows could be reserved after ``keep`` and ``reserve(fresh)``; below 0: too few."""
+        in_use = 0
+        for plan in reversed(self.passed.values()):
+            if not self._in_use(plan):
+                break
+            in_use += 1
+        if self.plans is None or not self._in_use(self.plans.made):
+            table = window  # the rows of the others may be taken as soon as they are passed
+        revived = sum(block in self.rows and block not in self.holders for block in table)
+        return self.room - in_use - fresh - revived
+
+    def found(self, blocks: Seq[int]) -> HeldRows | None:
+        """The rows of blocks, from any thread; None: one has none. A generation is increased before a row gets another
+        block."""
+        rows, generations = [], []
+        for block in blocks:
+            row = self.rows.get(block, -1)
+            generation = self.generations[row]
+            if row < 0 or self.rows.get(block) != row:
+                return None
+            rows.append(row)
+            generations.append(generation)
+        return HeldRows(rows, generations)
+
+    def keep(self, table: Seq[int], window: Seq[int]) -> None:
+        """Hold the rows of the blocks of a window, which have some, until ``drop``; the whole table is held."""
+        self.kept += len(window)
+        for block in window:
+            self.passed.pop(block, None)
+            self.holders[block] = self.holders.get(block, 0) + 1
+        self._pass_unheld(table)
+
+    def drop(self, blocks: Seq[int]) -> None:
+        """The blocks themselves are still held."""
+        self.kept -= len(blocks)
+        for block in reversed(blocks):
+            self._drop(block, passed=self._blocks.shared(block))
+
+    def reserve(self, count: int) -> list[int]:
+        """Rows that another worker fills; ``left`` has allowed it. They end with ``enter`` or ``unreserve``."""
+        rows = [self._take(foreign=True) for _ in range(count)]
+        self._reserved += count
+        self.kept += count
+        return rows
+
+    def enter(self, block: int, row: int) -> None:
+        """A reserved row holds a block's KV now; it is kept on. Another that the block has got meanwhile stays."""
+        self._reserved -= 1
+        if block in self.rows:
+            self.free.append(row)
+        else:
+            self.rows[block] = row
+        self.kept -= 1
+        self.keep((), (block,))
+
+    def unreserve(self, rows: Seq[int]) -> None:
+        """Nothing writes to them any more."""
+        self._reserved -= len(rows)
+        self.kept -= len(rows)
+        self.free += rows
+
+    # -- blocks ----------------------------------------------------------------------------------------------
 
     def move(self, block: int, copy: int) -> None:
         if block in self.rows and copy not in self.rows:
             self.rows[copy] = self.rows.pop(block)
             self.passed.pop(block, None)
-            self.passed[copy] = None
+            self._pass(copy)
         else:
             self.discard(block)
 

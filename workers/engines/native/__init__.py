@@ -47,7 +47,6 @@ def _options(settings: WorkerSettings) -> NativeOptions:
     changed = {
         "kv_events": settings.publish_events_and_metrics,
         "no_evict": settings.scheduler_policy == "guaranteed_no_evict",
-        "hybrid_kv_cache": settings.hybrid_kv_cache and settings.role == "aggregated",
         "quantization": "" if settings.quantization == "none" else settings.quantization,
         "max_loras": settings.lora_slots,
         "tensor_parallel_size": settings.tensor_parallel_size or 1,

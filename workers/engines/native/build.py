@@ -319,6 +319,7 @@ def assemble(
         proposing = None if draft is None else prepared(draft, functools.partial(load_draft, options, target.model))
         applied = make_adapters(target, options)
         pools = make_pools(loaded, options, limit, hybrid=_is_hybrid(options), draft=draft)
+        log.info("kv_cache_allocated", device=loaded.device.type, **pools.described())
         host, copier = _offload(pools, options)
         blocks = BlockManager(
             pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events, host=host

@@ -50,7 +50,7 @@ from penstock.workers.engines.native.model.model import Model
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.pool import KvPool
-from penstock.workers.engines.native.model.pools import KvPools
+from penstock.workers.engines.native.model.pools import KvPools, shown
 
 if TYPE_CHECKING:
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
@@ -599,7 +599,7 @@ class TorchComputer:
             self._model.logits(inputs, places, rows, paged)
 
     def memory(self) -> dict[str, Memory]:
-        return {} if self._pools.sliding is not None else {"kv": self._pools.kv.memory()}
+        return shown(self._pools.kv, self._pools.sliding)
 
     def _update(self, changes: list[int]) -> None:
         at = 0

@@ -1,6 +1,8 @@
 """Rows of sliding-window layers: bounded, never somebody else's, and found again only where a whole window is there."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import pytest
 from hypothesis import given
@@ -13,10 +15,16 @@ from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.windows import WindowRows
-from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, StepResult
+from penstock.workers.engines.engine_protocol import (
+    BlockReservation,
+    EngineInfo,
+    PinnedPrompt,
+    RequestError,
+    StepResult,
+)
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
-from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
+from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, names, request
 
 WORDS = MockVocabulary(6, excluded=(2,))
 SIZE = 4
@@ -47,6 +55,20 @@ class WindowMemory(PoolMemory):
                 place = (sequence.rows[position // SIZE], position % SIZE)
                 self.rows[place] = tuple(sequence.tokens[: position + 1])
         return super().execute(plan, scoring)
+
+    def receive(
+        self, source: "WindowMemory", blocks: Iterable[tuple[int, int]], reservation: BlockReservation, rows: list[int]
+    ) -> None:
+        """What a transfer does with what is to be filled."""
+        there = set(reservation.blocks[: reservation.have])
+        pairs = [(one, other, source.content, self.content) for one, other in blocks if other not in there]
+        first = len(reservation.blocks) + (len(reservation.tails) > 0) - len(rows)
+        pairs += [(rows[position - first], row, source.rows, self.rows) for position, _, row in reservation.fills]
+        for one, other, theirs, mine in pairs:
+            for offset in range(SIZE):
+                mine.pop((other, offset), None)
+                if (one, offset) in theirs:
+                    mine[other, offset] = theirs[one, offset]
 
 
 class Rig:
@@ -79,30 +101,39 @@ class Rig:
             self.windows,
         )
         info = EngineInfo("mock", SIZE, rows, max_running, 1000, 6, (2,), True)
-        self.engine = ScheduledEngine(info, self.scheduler, WindowMemory(window))
+        self.memory = WindowMemory(window)
+        self.engine = ScheduledEngine(info, self.scheduler, self.memory)
+        self.pinned: list[PinnedPrompt] = []
         self.mirror = Mirror()
         self.most = 0
 
     def step(self) -> StepResult:
         result = self.engine.step()
         self.mirror.apply(result.events)
+        self.pinned += result.pinned
         self.most = max(self.most, self.windows.used_blocks)
         self.check()
         return result
 
-    def check(self) -> None:
+    def check(self, reservations: Sequence[BlockReservation] = ()) -> None:
         """Each row is in one place, held by whom it says, or can be reclaimed."""
-        windows, manager = self.windows, self.manager
-        held: dict[int, int] = {}
-        for sequence in self.scheduler.running:
-            for block in sequence.blocks[sequence.first_row : len(sequence.rows)]:
-                held[block] = held.get(block, 0) + 1
-        assert windows.holders == held
-        assert sorted([*windows.free, *windows.rows.values()]) == list(range(windows.total_blocks))
-        final = windows.rows.keys() - held.keys() - windows.passed.keys()
+        windows, manager, scheduler = self.windows, self.manager, self.scheduler
+        waiting = {id(one.reservation): one.reservation for one in scheduler.queue.waiting.values() if one.reservation}
+        waiting |= {id(one): one for one in reservations}
+        held: Counter[int] = Counter()
+        for sequence in scheduler.running:
+            held.update(sequence.blocks[sequence.first_row : len(sequence.rows)])
+        kept = Counter(block for one in waiting.values() for block in one.window)
+        kept.update(chain.from_iterable(scheduler.pinned._in_windows.values()))
+        reserved = [fill.row for one in waiting.values() for fill in one.fills]
+        assert windows.holders == held + kept
+        assert windows.kept == kept.total() + len(reserved)
+        assert sorted([*windows.free, *windows.rows.values(), *reserved]) == list(range(windows.total_blocks))
+        final = windows.rows.keys() - windows.holders.keys() - windows.passed.keys()
         assert final <= manager.idle.keys(), "a row that nothing can reclaim"
-        assert not windows.passed.keys() & held.keys()
-        check_pool(manager, [sequence.blocks for sequence in self.scheduler.running])
+        assert not windows.passed.keys() & windows.holders.keys()
+        tables = [sequence.blocks for sequence in scheduler.running]
+        check_pool(manager, [*tables, *(one.blocks + one.tails for one in waiting.values()), *scheduler.pinned.tables])
 
     def run(self, *requests: object) -> dict[object, list[int]]:
         outputs: dict[object, list[int]] = {}
@@ -180,11 +211,115 @@ def test_no_evict_admits_only_what_has_room_for_its_window() -> None:
     assert rig.engine.stats().preemptions == 0
 
 
-def test_handoffs_are_refused() -> None:
+def handed_off(source: Rig, target: Rig, tokens: list[int], key: object) -> list[int] | None:
+    """The first token of an answer by one engine, the others by another, with the KV of the first; None: no room."""
+    first = source.run(request(key, tokens, 1, ignore_eos=True, root=ROOT, pin=True))[key]
+    pinned = source.pinned.pop()
+    rest = len(tokens) % SIZE
+    held = pinned.windows
+    assert [source.windows.generations[row] for row in held.rows] == held.generations
+    assert len(held.rows) <= source.windows.most_rows
+    digests = names(tokens)
+    reservation = target.scheduler.reservations.reserve(digests, int(rest > 0), 1, len(tokens))
+    if reservation is None:
+        assert source.engine.release_pinned(key)
+        return None
+    target.check([reservation])
+    into = reservation.blocks + reservation.tails
+    target.memory.receive(source.memory, zip(pinned.blocks, into, strict=True), reservation, held.rows)
+    target.scheduler.reservations.adopt(reservation)
+    assert source.engine.release_pinned(key)
+    source.check()
+    target.check([reservation])
+    target.engine.submit(request(key, tokens, 9, ignore_eos=True, root=ROOT, generated=first, reservation=reservation))
+    return first
+
+
+@pytest.mark.parametrize("length", [3, 20, 37, 90])
+@pytest.mark.parametrize("only", [False, True])
+def test_a_handoff_moves_the_window_and_nothing_of_the_prompt_is_computed_again(length: int, only: bool) -> None:
+    source, target = (Rig(10, 8, only=only) for _ in range(2))
+    first = handed_off(source, target, prompt(length), "a")
+    assert first is not None
+    started = target.step()
+    assert started.started[0].cached_tokens == length
+    assert started.computed_tokens == 1
+    assert first + [o.token for o in started.outputs] + target.run()["a"] == expected_tokens(prompt(length), 9, WORDS)
+    for rig in (source, target):
+        assert rig.windows.used_blocks == rig.windows.kept == 0
+
+
+def test_rows_that_a_step_still_reads_are_not_filled_by_others() -> None:
     rig = Rig(8, 9)
-    assert rig.engine.kv_transfer is None
-    with pytest.raises(RequestError, match="--no-hybrid-kv-cache"):
-        rig.engine.submit(request("a", prompt(9), pin=True))
+    rig.engine.submit(request("a", prompt(20), 40, ignore_eos=True))
+    rig.step()
+    plans = rig.windows.plans
+    assert plans is not None
+    plans.made += 1  # a step is in flight
+    windows, before = rig.windows, rig.windows.left([], [], 0)
+    (sequence,) = rig.scheduler.running
+    windows.fit(sequence, 28, 1)
+    assert len(windows.passed) > 0
+    assert windows.left([], [], 0) == before
+    rows = windows.reserve(before)
+    assert not windows.free
+    assert len(windows.passed) > 0
+    windows.unreserve(rows)
+    plans.committed += 1
+    assert windows.left([], [], 0) > before
+
+
+def test_a_prompt_whose_window_is_gone_is_handed_off_without_blocks() -> None:
+    """The answer so far is longer than the pool: what its window has passed is not kept for another worker."""
+    rig = Rig(8, 5, budget=8)
+    tokens = expected_tokens(prompt(20), 41, WORDS)
+    rig.run(request("a", prompt(20), 41, ignore_eos=True, pin=True, generated=tokens[:40]))
+    assert rig.pinned.pop().blocks == []
+    assert rig.engine.release_pinned("a")
+    assert rig.windows.kept == 0
+
+
+def test_a_reservation_without_rows_is_computed_here() -> None:
+    """As of a peer that has no such pool, when all blocks of the prompt are cached here and their rows are gone."""
+    rig = Rig(8, 9)
+    rig.run(request("a", prompt(20), 2, ignore_eos=True))
+    for salt in (1, 2):
+        rig.run(request(salt, prompt(30, salt), 2, ignore_eos=True))
+    reservation = rig.scheduler.reservations.reserve(names(prompt(20)), 0, 1)
+    assert reservation is not None
+    rig.scheduler.reservations.adopt(reservation)
+    (answer,) = rig.run(request("b", prompt(20), 5, ignore_eos=True, root=ROOT, reservation=reservation)).values()
+    assert answer == expected_tokens(prompt(20), 5, WORDS)
+    assert rig.windows.kept == 0
+
+
+def test_more_rows_than_there_are_are_never_reserved() -> None:
+    with pytest.raises(RequestError, match="11 rows"):
+        Rig(8, 8).scheduler.reservations.reserve(names(prompt(8)), 9, 9, 9)
+
+
+def test_a_prefix_moves_with_the_window_before_its_end() -> None:
+    source, target = Rig(8, 20), Rig(8, 20)
+    source.run(request("a", prompt(41), 2, ignore_eos=True, root=ROOT))
+    asked = names(prompt(41))
+    found = source.scheduler.reservations.find(asked)
+    assert (len(found.blocks), len(found.windows.rows)) == (10, 2)
+    assert source.scheduler.reservations.pin("reader", found) == 10
+    source.check()
+    reservation = target.scheduler.reservations.reserve(asked, 0, 0)
+    assert reservation is not None
+    target.memory.receive(
+        source.memory, zip(found.blocks, reservation.blocks, strict=True), reservation, found.windows.rows
+    )
+    target.scheduler.reservations.adopt(reservation)
+    target.scheduler.reservations.release(reservation)
+    assert source.engine.release_pinned("reader")
+    target.engine.submit(request("b", prompt(41), 9, ignore_eos=True, root=ROOT))
+    started = target.step()
+    assert started.started[0].cached_tokens == 40
+    source.windows.discard(found.blocks[9])
+    assert source.scheduler.reservations.pin("late", found) == 0
+    assert len(source.scheduler.reservations.find(asked).blocks) < 10
 
 
 def test_a_pool_smaller_than_a_window_is_refused() -> None:
@@ -229,3 +364,48 @@ def test_answers_are_those_without_windows(
             outputs.setdefault(output.key, []).append(output.token)
     assert {key: outputs.get(key) for key in wanted} == wanted
     assert rig.windows.used_blocks == 0
+
+
+@examples(100)
+@given(
+    st.integers(2, 14),
+    st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    st.sampled_from((30, 60, 400)),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(0, 6), st.booleans()), max_size=8),
+)
+def test_answers_that_are_handed_off_are_those_of_one_engine(
+    window: int,
+    spare: tuple[int, int],
+    blocks: int,
+    only: bool,
+    requests: list[tuple[int, int, int, bool]],
+) -> None:
+    """Beside others that are computed in either engine."""
+    least = (window - 2) // SIZE + 2
+    source, target = (Rig(window, least + more, blocks=blocks, only=only, max_running=4) for more in spare)
+    wanted, outputs = {}, dict[object, list[int]]()
+
+    def step() -> StepResult:
+        result = target.step()
+        for output in result.outputs:
+            outputs.setdefault(output.key, []).append(output.token)
+        return result
+
+    for key, (length, salt, steps, beside) in enumerate(requests):
+        tokens = prompt(length, salt)
+        if beside:
+            target.engine.submit(request(("own", key), tokens, 6, ignore_eos=True, root=ROOT))
+            wanted["own", key] = expected_tokens(tokens, 6, WORDS)
+        first = handed_off(source, target, tokens, key)
+        if first is not None:
+            outputs[key], wanted[key] = first, expected_tokens(tokens, 9, WORDS)
+        for _ in range(steps):
+            step()
+    for _ in range(5000):
+        if not target.engine.has_work():
+            break
+        step()
+    assert {key: outputs.get(key) for key in wanted} == wanted
+    for rig in (source, target):
+        assert rig.windows.used_blocks == rig.windows.kept == 0

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptO
 
 from penstock.schemas.block_hashes import chain, split
 from penstock.schemas.requests import Sampling
-from penstock.schemas.transfer import Memory
+from penstock.schemas.transfer import KV, WINDOWS, Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost, RequestError
@@ -301,7 +301,10 @@ def test_ranks_end_with_their_engine(model_dir: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "widths"),
-    [("llama", (2, 1)), ("llama", (1, 2)), ("llama", (2, 4)), ("deepseek_v2", (1, 2)), ("deepseek_v2", (2, 1))],
+    [
+        *(("llama", widths) for widths in ((2, 1), (1, 2), (2, 4))),
+        *((name, widths) for name in ("deepseek_v2", "gemma3") for widths in ((1, 2), (2, 1))),
+    ],
     ids=str,
 )
 def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
@@ -320,11 +323,15 @@ def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
         pinned, first = prefilled(source, request(0, words, 1, root=ROOT))
         digests = split(chain(pack_tokens(array("I", words)), 8, ROOT))
         assert target.kv_transfer is not None
-        reservation = target.kv_transfer.reserve(digests, 1, 1)
+        held = pinned.windows
+        reservation = target.kv_transfer.reserve(digests, 1, 1, len(words))
         assert reservation is not None
         into = reservation.blocks + reservation.tails
-        moved = reader.read(owner.endpoint, "kv", pinned.blocks, into, generations=pinned.generations)
-        assert moved.result(20).bytes
+        moved = [reader.read(owner.endpoint, KV, pinned.blocks, into, generations=pinned.generations)]
+        if held.rows:
+            rows = [fill.row for fill in reservation.fills]
+            moved.append(reader.read(owner.endpoint, WINDOWS, held.rows, rows, generations=held.generations))
+        assert all(each.result(20).bytes for each in moved)
         target.kv_transfer.adopt(reservation)
         again = request(0, words, 12, root=ROOT, digests=digests, generated=[first], reservation=reservation)
         target.submit(again)

@@ -54,7 +54,7 @@ from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
 from penstock.workers.engines.native.model.pool import KvPool, device_errors
-from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
+from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool, shown
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 log = structlog.get_logger("engine")
@@ -567,7 +567,7 @@ class CudaExecutor:
     def memory(self) -> dict[str, Memory]:
         """The KV pool; empty if blocks are spread over two pools."""
         assert self.pool is not None, "closed"
-        return {} if self._sliding is not None else {"kv": self.pool.memory()}
+        return shown(self.pool, self._sliding)
 
     def close(self) -> None:
         """Free weights, graphs and pools."""

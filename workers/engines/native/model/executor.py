@@ -14,7 +14,7 @@ from penstock.workers.engines.native.model.attention import Paged, ReferenceAtte
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
 from penstock.workers.engines.native.model.pool import KvPool, device_errors
-from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool
+from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool, shown
 from penstock.workers.engines.native.model.sampler import choose, score
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
@@ -127,7 +127,7 @@ class TorchExecutor:
     def memory(self) -> dict[str, Memory]:
         """The pool of KV blocks; none if each block is in two pools."""
         assert self.pool is not None, "closed"
-        return {} if self._sliding is not None else {"kv": self.pool.memory()}
+        return shown(self.pool, self._sliding)
 
     def close(self) -> None:
         """Free weights and pool."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from penstock.schemas.transfer import KV, WINDOWS, Memory
 from penstock.workers.engines.core.blocks import BlockManager
-from penstock.workers.engines.core.windows import WindowRows
+from penstock.workers.engines.core.windows import WindowRows, most_rows
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model.attention import AttentionParams, Paged
 from penstock.workers.engines.native.model.model import Model
@@ -75,7 +76,7 @@ def pool_sizes(layers: SlidingLayers, blocks: int, *, block_size: int, max_runni
     Both pools should fill up at the same time, with sequences of an eighth of the longest length, but at most four
     times as long as a window, so that prefixes inside cached sequences stay reusable, too.
     """
-    window = (layers.window - 2) // block_size + 2
+    window = most_rows(layers.window, block_size)
     longest = -(-model_len // block_size)
     if not layers.full:
         return PoolSizes(max(blocks, min(max_running * longest, MAX_EMPTY_BLOCKS)), blocks)
@@ -83,6 +84,11 @@ def pool_sizes(layers: SlidingLayers, blocks: int, *, block_size: int, max_runni
     share = min(1.0, max(MIN_SHARE, 8 * window / longest))
     rows = max(window + 1, int(share * total / (layers.full + share * layers.sliding)))
     return PoolSizes((total - rows * layers.sliding) // layers.full, rows)
+
+
+def shown(pool: KvPool, sliding: SlidingPool | None) -> dict[str, Memory]:
+    """The pools that other workers may read and write."""
+    return {KV: pool.memory()} | ({} if sliding is None else {WINDOWS: sliding.pool.memory()})
 
 
 class HybridAttention:
@@ -112,6 +118,24 @@ class KvPools:
         if self.sliding is not None and not self.sliding.layers.full:
             return self.sliding.pool.blocks
         return self.kv.blocks
+
+    def described(self) -> dict[str, int]:
+        """What it takes, in bytes: all of it, a token of a long sequence, and the window of each sequence."""
+        size, whole, window = self.kv.block_size, [self.kv], 0
+        allocated = self.kv.blocks * self.kv.block_bytes
+        if self.draft is not None:
+            whole.append(self.draft)
+            allocated += self.draft.blocks * self.draft.block_bytes
+        if self.sliding is not None:
+            pool = self.sliding.pool
+            allocated += pool.blocks * pool.block_bytes
+            window = most_rows(self.sliding.layers.window, size) * pool.block_bytes
+        return {
+            "tokens": self.total_blocks * size,
+            "bytes": allocated,
+            "bytes_per_token": sum(pool.block_bytes for pool in whole) // size,
+            "bytes_of_windows": window,
+        }
 
     def window_rows(self, blocks: BlockManager) -> WindowRows | None:
         if self.sliding is None:
@@ -173,4 +197,4 @@ def make_pools(
 
 def _least(layers: SlidingLayers, block_size: int) -> int:
     """Blocks with which a single window fits, and the prompt's next block."""
-    return (layers.window - 2) // block_size + 3
+    return most_rows(layers.window, block_size) + 1

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
+from tests.workers.engines.native.model.test_sliding import handed_off
 from tests.workers.engines.native.models import (
     COMMON,
     GROUPED,
@@ -55,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model type, and what else is speci
     "starcoder2": {**COMMON, "sliding_window": 12},
     "gemma": COMMON,
     "exaone4": {**COMMON, **WINDOW},
+    "ministral": {**COMMON, **WINDOW},
+    "olmo3": {**COMMON, **WINDOW},
     "glm4": {**COMMON, "partial_rotary_factor": 0.5},
     "smollm3": {**COMMON, "no_rope_layers": [1, 1, 0]},
     "seed_oss": COMMON,
@@ -84,14 +87,25 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model type, and what else is speci
 }
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+def saved(family: str, directory: Path) -> Path:
+    """A model with random weights, spread so that the next token depends on the context."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.split()[0], **FAMILIES[family]))
-    with torch.no_grad():  # spread, so that the next token depends on the context
+    with torch.no_grad():
         model.get_input_embeddings().weight.normal_()
         model.get_output_embeddings().weight.normal_(std=0.5)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("family", ["cohere2", "exaone4", "ministral", "olmo3", "starcoder2"])
+def test_a_family_with_sliding_windows_goes_on_behind_a_handoff(family: str, tmp_path: Path) -> None:
+    handed_off(saved(family, tmp_path), 33)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+    saved(family, tmp_path)
     wanted = {n: expected(tmp_path, prompt(n), COUNT) for n in LENGTHS}
     assert len({token for answer in wanted.values() for token in answer}) > COUNT // 2
     for chunk in (64, 7):

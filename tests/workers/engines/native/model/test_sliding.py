@@ -1,17 +1,25 @@
 """Models with sliding windows: blocks behind a window are freed, and the output stays transformers'."""
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from penstock.schemas.block_hashes import chain, root, split
+from penstock.schemas.transfer import KV, WINDOWS
+from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.model.loading import load
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.native.model.pools import SlidingLayers, pool_sizes, sliding_layers
-from tests.workers.engines.native.models import expected, prompt, request, run, tokens
+from penstock.workers.engines.native.model.pools import SlidingLayers, make_pools, pool_sizes, sliding_layers
+from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
+from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 
 COUNT = 180
+ROOT = root("revision")
 
 
 def engine(directory: Path, **options: object) -> ScheduledEngine:
@@ -29,6 +37,58 @@ def steps(native: ScheduledEngine, count: int) -> tuple[list[int], int]:
         found += [output.token for output in native.step().outputs]
         most = max(most, rows.used_blocks)
     return found, most
+
+
+def handed_off(directory: Path, length: int, **options: object) -> None:
+    """What two engines answer, one of the prompt and one behind it, is what ``generate`` does.
+
+    The second computes nothing of the prompt, and of the sliding layers only a window has moved.
+    """
+    network, words, count = LoopbackNetwork(), prompt(length), COUNT // 3
+    source, target = engine(directory, **options), engine(directory, **options | {"kv_blocks": 56})
+    run(source, [request("before", prompt(11, salt=3), 5)])
+    owner, reader = (
+        open_loopback(network, name, made.memory()) for name, made in (("owner", source), ("reader", target))
+    )
+    windows = source.scheduler.kv_cache.windows
+    assert windows is not None
+    source.submit(request("a", words, 1, root=ROOT, pin=True))
+    results = drain(source)
+    (pinned,) = (each for result in results for each in result.pinned)
+    (first,) = (output.token for result in results for output in result.outputs)
+    assert len(pinned.windows.rows) == -(-length // 8) - windows.first_block(length)
+    digests = split(chain(pack_tokens(array("I", words)), 8, ROOT))
+    assert target.kv_transfer is not None
+    reservation = target.kv_transfer.reserve(digests, int(length % 8 > 0), 1, length)
+    assert reservation is not None
+    pools, into = source.memory(), reservation.blocks + reservation.tails
+    for pool, theirs, mine, generations in (
+        (KV, pinned.blocks, into, pinned.generations),
+        (WINDOWS, pinned.windows.rows, [fill.row for fill in reservation.fills], pinned.windows.generations),
+    ):
+        if pools[pool].block_bytes:
+            moved = reader.read(owner.endpoint, pool, theirs, mine, generations=generations).result(20)
+            assert moved.bytes == len(mine) * pools[pool].block_bytes
+    target.kv_transfer.adopt(reservation)
+    assert source.release_pinned("a")
+    target.submit(request("a", words, count, root=ROOT, digests=digests, generated=[first], reservation=reservation))
+    results = drain(target)
+    assert results[0].started[0].cached_tokens == length
+    assert results[0].computed_tokens == 1
+    answer = [first, *(output.token for result in results for output in result.outputs)]
+    assert answer == expected(directory, words, count)
+    again = tokens(run(target, [request("b", words, count, root=ROOT)]))["b"]
+    assert again == answer, "from the prefix cache"
+    for each in (owner, reader):
+        each.close()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("length", [5, 40, 77])
+def test_a_prompt_prefilled_elsewhere_comes_with_its_window(
+    name: str, length: int, model_dir: Callable[[str], Path]
+) -> None:
+    handed_off(model_dir(name), length)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("gemma3", 6), ("gpt_oss", 6), ("mistral", 7)])
@@ -55,6 +115,16 @@ def test_a_hybrid_model_has_room_for_more_tokens_in_the_same_memory(model_dir: C
     assert two.info.total_blocks > one.info.total_blocks
     requests = [request(n, prompt(50, salt=n), 60) for n in range(6)]
     assert tokens(run(one, requests)) == tokens(run(two, requests))
+
+
+def test_what_a_token_takes_is_that_of_the_layers_without_windows(model_dir: Callable[[str], Path]) -> None:
+    loaded, block = load(str(model_dir("gemma3")), device=torch.device("cpu"), dtype="float32"), 8 * 2 * 2 * 16 * 4
+    options = NativeOptions(block_size=8, kv_blocks=48)
+    one, two = (make_pools(loaded, options, 512, hybrid=hybrid).described() for hybrid in (False, True))
+    assert one == {"tokens": 384, "bytes": 48 * 3 * block, "bytes_per_token": 3 * block // 8, "bytes_of_windows": 0}
+    assert (two["bytes_per_token"], two["bytes_of_windows"]) == (block // 8, 2 * 2 * block)
+    assert two["tokens"] > one["tokens"]
+    assert 0.9 * one["bytes"] < two["bytes"] <= one["bytes"]
 
 
 def test_windows_beyond_the_longest_sequence_are_none(model_dir: Callable[[str], Path]) -> None:
