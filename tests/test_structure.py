@@ -107,7 +107,6 @@ CONFINED = {
         "workers/engines",
         "workers/kv_transfer",
         "penstock/measure/bench/handoff",
-        "penstock/measure/simulation/engine",
         "penstock/log_tools/requests/slow",
         "penstock/log_tools/sources/many_checksums",
     ),

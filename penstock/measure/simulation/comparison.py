@@ -20,12 +20,20 @@ from msgspec import Struct
 
 from penstock.cli.figures import quantile
 from penstock.measure.intervals import Interval, paired
-from penstock.measure.simulation import rules
 from penstock.measure.simulation.cells import CellsPolicy
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult, simulate
 from penstock.measure.simulation.placement import PlacementPolicy
-from penstock.measure.simulation.policy import Policy, SimulatedFleet, Target
-from penstock.measure.simulation.rules import DynamoPolicy
+from penstock.measure.simulation.policy import (
+    DynamoPolicy,
+    Policy,
+    RulePolicy,
+    SimulatedFleet,
+    Target,
+    least_blocks,
+    least_requests,
+    round_robin,
+    uniform,
+)
 from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, RequestTrace, TraceRow, generate
 from penstock.router.placement.routing import Weights
 
@@ -130,10 +138,10 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv_moves": partial(PlacementPolicy, moves="host"),
     "kv_cells": CellsPolicy,
     "dynamo": DynamoPolicy,
-    "round_robin": partial(rules.RulePolicy, rules.round_robin),
-    "random": partial(rules.RulePolicy, rules.uniform),
-    "least_loaded": partial(rules.RulePolicy, rules.least_requests),
-    "least_blocks": partial(rules.RulePolicy, rules.least_blocks),
+    "round_robin": partial(RulePolicy, round_robin),
+    "random": partial(RulePolicy, uniform),
+    "least_loaded": partial(RulePolicy, least_requests),
+    "least_blocks": partial(RulePolicy, least_blocks),
 }
 COMPARED = ("ttft_mean", "ttft_p99", "e2e_mean")
 _JITTER_MS = 1000.0  # of the arrivals of a recorded trace, for every seed but the first

@@ -15,11 +15,9 @@ How long one pass of a simulated engine takes, in whole nanoseconds.
 The two polynomials are the timing model of the mock engine of NVIDIA Dynamo 1.6.1 (vLLM-like, "polynomial").
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Protocol
 
 from penstock.infra.process.class_queue import StartQueue, StartShare
@@ -33,10 +31,7 @@ class PassTimes(Protocol):
         """As the function of this name."""
 
     def decode_run_ns(self, context_tokens: int, growth: int, passes: int) -> list[int]:
-        """As the function of this name; ``growth`` sequences decode."""
-
-
-_VECTORISE_FROM = 24 if find_spec("numpy") else sys.maxsize  # passes; below, a loop is faster than numpy's calls
+        """``decode_ns`` of successive passes, each with ``growth`` more tokens of context than the one before."""
 
 
 def prefill_ns(sequences: int, mean_tokens: int, mean_before: int) -> int:
@@ -59,18 +54,6 @@ def decode_ns(context_tokens: int, pool_tokens: int) -> int:
     return round(max(1.0, -25.74 * used * used + 54.01 * used + 5.74) * 1e6)
 
 
-def decode_run_ns(context_tokens: int, growth: int, pool_tokens: int, passes: int) -> list[int]:
-    """``decode_ns`` of successive passes, each with ``growth`` more tokens of context than the one before."""
-    if passes < _VECTORISE_FROM:
-        return [decode_ns(context_tokens + growth * n, pool_tokens) for n in range(passes)]
-    import numpy as np
-
-    used = np.minimum(1.0, (context_tokens + growth * np.arange(passes, dtype=np.int64)) / pool_tokens)
-    ms = np.maximum(1.0, -25.74 * used * used + 54.01 * used + 5.74)
-    durations: list[int] = np.rint(ms * 1e6).astype(np.int64).tolist()
-    return durations
-
-
 class MockTimes:
     """The mock's, for a pool of so many tokens."""
 
@@ -81,7 +64,7 @@ class MockTimes:
         return prefill_ns(sequences, mean_tokens, mean_before)
 
     def decode_run_ns(self, context_tokens: int, growth: int, passes: int) -> list[int]:
-        return decode_run_ns(context_tokens, growth, self._pool_tokens, passes)
+        return [decode_ns(context_tokens + growth * n, self._pool_tokens) for n in range(passes)]
 
 
 TOKEN_NS = 20_600  # that a prompt's token takes in a whole pass of the mock's
