@@ -194,8 +194,8 @@ def check_containers() -> list[CheckResult]:
 def check_transport() -> list[CheckResult]:
     """Whether KV blocks can move between workers, and over what."""
     if importlib.util.find_spec("nixl") is None and importlib.util.find_spec("nixl_cu12") is None:
-        fix = "pip install 'penstock[native]' on workers that hand KV to each other"
-        return [warning("KV transport", "NIXL is not installed", fix)]
+        fix = "pip install 'penstock[native]' on such workers"
+        return [warning("KV transport", "NIXL is not installed, which only prefill and decode workers need", fix)]
     rdma = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if rdma:
         return [ok("KV transport", f"NIXL with RDMA devices {', '.join(rdma)}")]
