@@ -719,8 +719,8 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     state_dir: Annotated[
         str,
         about(
-            "folder that outlives the process, in which it notes what it runs: its next life reports from there "
-            "whether it crashed; default: $STATE_DIRECTORY, as systemd sets it, else none"
+            "folder that outlives the process; it records its requests there, so that the restarted worker can report "
+            "a crash; default: $STATE_DIRECTORY, which systemd sets, else none"
         ),
     ] = ""
     drain_s: Annotated[Seconds, about("seconds that running requests may take to finish after SIGTERM")] = 30.0

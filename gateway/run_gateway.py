@@ -214,7 +214,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
             await _until_left(server, stop)
         log.info("gateway_stopping", open_requests=gateway.open_requests, drain_s=settings.drain_s)
         gateway.draining = True
-        await _bounded("batches", batches.close(), STOP_S)  # others go on with them
+        await _bounded("batches", batches.close(), STOP_S)  # other gateways continue them
         drain_s = settings.drain_s if stop.error is None else min(FAILED_DRAIN_S, settings.drain_s)
         await asyncio.gather(
             _bounded("http", server.drain(drain_s), drain_s + STOP_S),
@@ -241,7 +241,7 @@ async def _until_left(server: HttpServer, stop: Stop) -> None:
     """Accept nothing more, and return when the last connection has closed, or the gateway is to end meanwhile.
 
     There is no hurry, so clients keep an idle connection for longer than after SIGTERM: whoever asks once more is
-    answered, and told that the connection closes.
+    answered with ``Connection: close``.
     """
     waiting = [
         asyncio.create_task(stop.wait(), name="asked"),

@@ -102,7 +102,7 @@ def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0
 def reasoning_tokens(parsing: Parsing | None, output: bytes) -> int:
     """Tokens of a choice's reasoning and its marks, as its parser counts them; -1: only that can tell.
 
-    Counted from the whole output, so that a continuation counts nothing twice. Reasoning that is not closed goes on to
+    Counted from the whole output, so that a continuation counts nothing twice. Reasoning that is not closed extends to
     the end.
 
     Args:

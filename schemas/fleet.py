@@ -172,7 +172,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 FINISH = "finish"  # what becomes of requests that run when weights change: they end first, on the old ones,
-CONTINUE = "continue"  # or go on with the new ones; of a pause: they stand still
+CONTINUE = "continue"  # or continue with the new ones; of a pause: they pause
 
 
 class TensorSource(msgspec.Struct, frozen=True, omit_defaults=True):

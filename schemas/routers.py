@@ -43,7 +43,7 @@ class HeldByModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LostLeases(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How often a worker lost its lease within ten minutes, over the lives of its name.
+    """How often a worker lost its lease within ten minutes, over restarts under its name.
 
     Attributes:
         count: on its own; 0: only together.

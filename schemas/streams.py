@@ -29,7 +29,7 @@ HEADROOM = 4096  # the server counts headers too, and closes the connection beyo
 # How long the unplaced requests of a lost router wait before another router gets them. Short, because a redelivered
 # request costs little: its job is stored once, whichever router publishes it.
 ROUTER_ACK_WAIT_S = 1.5
-# How long what a lost gateway carried between cells waits before another gateway goes on with it.
+# Time after which another gateway continues the requests that a lost gateway carried between cells.
 MIGRATION_ACK_WAIT_S = 3.0
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this
 # Beyond its deadline, how long the content of a request with no_store stays in memory storage if no gateway deletes it.

@@ -77,7 +77,7 @@ class UsagePart(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         last: sequence in DONE; everything up to it was counted, here or in the parts before.
-        counted_ns: when the last message was stored, Unix time: a stream that was made anew has another one there.
+        counted_ns: when the last message was stored, Unix time: a recreated stream has another message there.
         closed: it grows no more.
         gap: before its first message.
     """
@@ -183,10 +183,10 @@ def following(part: UsagePart) -> UsagePart:
 
 
 def resumed(part: UsagePart | None, position: int, first: int, first_ns: int) -> tuple[UsagePart | None, UsagePart]:
-    """Where the count goes on: the part that has to be closed before, and the one that grows from here on.
+    """Where counting continues: the part to close first, and the part that grows from then on.
 
     That is the newest, unless what follows it is gone: what DONE has discarded is a gap before the next part. If DONE
-    was made anew, or has lost its end, what it has from there on is counted.
+    was recreated, or has lost its end, its messages from there on are counted.
 
     Args:
         part: the newest; None: there is none, so the count begins with what DONE has.

@@ -129,7 +129,7 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
 
 
 def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
-    """Names in a body that are no options of its API, and tools that no model is told of.
+    """Names in a body that are not options of its API, and tools that are hidden from models.
 
     Options within others have both names, as in "stream_options.include_usage". Of what is no JSON object, none.
     """

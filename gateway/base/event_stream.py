@@ -83,7 +83,7 @@ class EventWriter:
         self.number += 1
 
     def write_apart(self, kind: bytes, data: bytes) -> None:
-        """An event without a number: the stream goes on elsewhere, and has another one in its place."""
+        """An event without a number: the stream continues elsewhere, with another event in its place."""
         self._out.append(b"event: %b\ndata: %b\n\n" % (kind, data))
 
     def take(self) -> bytes:

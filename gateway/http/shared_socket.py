@@ -55,7 +55,7 @@ class ConnectionCounts:
         """
         Args:
             process: its id; None: this one's.
-            lives: whether a process runs: one that was killed has left its number behind.
+            lives: whether a process runs; a killed one does not remove its entry.
         Raises:
             OSError, ValueError: the descriptor is not such memory.
         """
@@ -90,7 +90,7 @@ class ConnectionCounts:
 
 
 def surplus(own: int, others: Sequence[int]) -> int:
-    """How many connections a gateway gives away now: a quarter of what it has beyond its share, if that is a lot."""
+    """The number of connections that a gateway closes now: a quarter of its excess, if that is large."""
     share = (own + sum(others)) / (1 + len(others))
     if own <= share * (1 + MOVE_SHARE) + MOVE_CONNECTIONS:
         return 0

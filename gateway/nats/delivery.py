@@ -126,7 +126,7 @@ class ReplyPublisher:
         self._subscriber_required = True
 
     def give_up(self) -> None:
-        """Send no more: the same reader reads the answer anew."""
+        """Stop sending: the same reader reads the answer again."""
         self.unread = True
 
     @property

@@ -111,7 +111,7 @@ _AGAIN = {
     Code.model_unavailable: LATER,
     Code.shutting_down: NAK,
 }
-_TOLD = (Code.broker_unavailable, Code.model_unavailable)  # that may take long: the client is told meanwhile
+_TOLD = (Code.broker_unavailable, Code.model_unavailable)  # these may take long: the client is informed meanwhile
 
 
 class _Delivery:
@@ -311,7 +311,7 @@ class Submissions:
             refusal = failure(as_serving_error(error, "the submission"), 0 if accepted is None else -1)
             entry.decide(refusal)
             await replies.refuse(refusal)
-        if verdict == ACK:  # else it comes again, and is counted when it has ended
+        if verdict == ACK:  # otherwise it is delivered again, and counted when it has ended
             model = accepted.request.model if accepted is not None else ""
             self._gateway.metrics.of(model).requests.labels("nats", code).inc()
         if verdict == ACK and self._refuses(message):

@@ -279,7 +279,7 @@ class TokenSubscription:
                 del self._readers[inflight.request.id]
 
     def _start_over(self) -> None:
-        """The stream was made anew: sequences mean nothing any more."""
+        """The stream was recreated: known sequences are void."""
         for inflight in self.readers:
             inflight.seq = 0
         self.catch_up.start_over()

@@ -315,6 +315,6 @@ def sequences(entries: Iterable[Entry | None]) -> list[int]:
 def _late(what: str) -> ServingError:
     return ServingError(
         Code.model_unavailable,
-        f"{what} within {LOAD_S:g} s; the others go on, and GET /v1/models shows what is served",
+        f"{what} within {LOAD_S:g} s; the others continue, and GET /v1/models shows what is served",
         retry_after=10.0,
     )

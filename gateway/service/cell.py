@@ -135,7 +135,7 @@ class Cell:
         ]
 
     async def open(self) -> None:
-        """If it fails, it can be called again, and goes on where it failed.
+        """If it fails, it can be called again, and continues where it failed.
 
         Raises:
             ServingError: a stream or a bucket cannot be read.
@@ -336,7 +336,7 @@ class Cell:
         """The client has disconnected or has everything. An unfinished request is cancelled, repeatedly until it ends.
 
         A gateway that is stopping cancels nothing: clients continue at other gateways. Nor does one that could not read
-        or store the rest: its client was told to ask for it later.
+        or store the rest: its client was asked to read it later.
         """
         if inflight.ended or inflight.cut_off or self.stopped:
             self.release(inflight)

@@ -33,7 +33,7 @@ class Conversations:
     """
     Args:
         look_up: finds a request that the caller may see, see ``RequestLookup.find``.
-        answered: whether a response without a record has ended all the same, for who reads its tokens.
+        answered: whether a response without a record has ended, as its tokens show.
         detokenizer: of the model that a response was made with: each may have another one.
         max_bytes: of the input and output of all earlier responses.
     """

@@ -145,7 +145,7 @@ class Roster:
 
 
 class Card:
-    """What clients are told of a model, also while it is not in memory."""
+    """What clients can read about a model, also while it is not in memory."""
 
     __slots__ = ("images", "max_model_len")
 

@@ -35,7 +35,7 @@ LOOK_S = 0.05
 Model = Annotated[str, Meta(max_length=512, description="which one, where several are served")]
 Running = Annotated[
     Literal["finish", "continue"],
-    Meta(description="what becomes of running requests: they end first, or stand still and go on afterwards"),
+    Meta(description="running requests end first, or pause and continue afterwards"),
 ]
 Within = Annotated[float, Meta(ge=0, le=3600, description="seconds that running requests may take to finish")]
 
@@ -344,6 +344,6 @@ _decode_rest = msgspec.json.Decoder(RestModel).decode
 def _late(what: str, within_s: float) -> ServingError:
     return ServingError(
         Code.model_unavailable,
-        f"{what} within {within_s:g} s; the others go on, and `penstock top` shows them",
+        f"{what} within {within_s:g} s; the others continue, and `penstock top` shows them",
         retry_after=10.0,
     )

@@ -71,7 +71,7 @@ class JobSubscriber(StreamSubscriber):
 
     As many are requested as ``room()`` returns, and requests stay open while the handler runs (see ``Puller``). The
     handler acknowledges. A message that cannot be decoded is terminated and logged. What a handler raises is logged,
-    and its message comes again after the consumer's ``ack_wait``.
+    and its message is delivered again after the consumer's ``ack_wait``.
 
     A message that needs nothing of FastStream's is decoded and handed over without ``process_message``: 1.3 µs of CPU
     time instead of 50 (``python -m tests.perf.jobs``). With a middleware, a second handler, a test client, or a handler
@@ -214,7 +214,7 @@ class UnreadableJob(Exception):
 
 
 async def _unreadable(message: Any, error: Exception) -> None:
-    """Terminate a message that cannot be decoded; it would come again for ever."""
+    """Terminate a message that cannot be decoded; it would be delivered again forever."""
     log.error("job_unreadable", subject=message.subject, error=str(error))
     await message.term()
 

@@ -112,7 +112,7 @@ class LogTail:
         If it fails, it can be called again.
 
         Args:
-            memory_storage: the stream may be lost and made anew.
+            memory_storage: the stream may be lost and recreated.
         Raises:
             ServingError: the stream cannot be read.
         """

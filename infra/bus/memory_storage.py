@@ -136,7 +136,7 @@ class MemoryStreams:
             async with asyncio.timeout(FILL_S):
                 try:
                     return await self._fill()
-                except ServingError:  # a single server has just restarted, or somebody deleted the stream
+                except ServingError:  # a single server has just restarted, or the stream was deleted
                     await self.declare(DECLARE_S, again=True)
                     return await self._fill()
         except (NatsError, OSError, TimeoutError) as error:
@@ -174,7 +174,7 @@ class MemoryStreams:
     async def watch(self, in_use: Callable[[], bool], on_replaced: Callable[[], Awaitable[None]] | None = None) -> None:
         """Check every second that the streams are still those that this process declared. Never returns.
 
-        Publishers do not notice when somebody deletes a stream while the broker runs, so it is declared again here.
+        Publishers do not notice that a stream was deleted while the broker runs, so it is declared again here.
 
         Args:
             in_use: asked before each check; False skips it.

@@ -167,11 +167,11 @@ class ConstraintTrials:
         return True
 
     def _give_up(self, key: tuple[str, bytes], entry: _Entry) -> None:
-        """The time to wait is over; what is being tried goes on."""
+        """The wait timed out; the trial itself continues."""
         if self._open.get(key) is entry and self._drop(key, entry) and not entry.future.done():
             message = f"other constraints were compiled for {self._wait_s:.0f} s, and this one's turn did not come"
             entry.future.set_exception(TrialsBusy(message, 5.0))
-            entry.future.exception()  # somebody may have waited; nobody has to
+            entry.future.exception()  # retrieved, so that asyncio does not warn
 
     def _drop(self, key: tuple[str, bytes], entry: _Entry) -> bool:
         """Take an entry out of the queues; False: it is in none."""

@@ -71,7 +71,7 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
         dimensions: values of a vector whose request names no number; 0: all.
         scores: it is a cross-encoder.
         activation: between its number and the score, one of ``ACTIVATIONS``.
-        token_types: models that know types of tokens are told which text of a pair each is of.
+        token_types: for models with token types, the text of the pair that each token belongs to.
     """
 
     pooling: str

@@ -22,7 +22,7 @@ log = structlog.get_logger("broker")
 FULL = b"no space left on device"
 ROOM_BYTES = 64 << 20  # free space from which a restart makes sense, or a twentieth of a small disk
 # Free parts of the disk below which it is reported, once each until there is more again. A disk at 98 % fills within
-# minutes under load: too late for somebody who is woken up.
+# minutes under load: too late for an operator on call.
 LEVELS = ((0.15, "warning"), (0.05, "error"))
 EVERY_S = 1.0
 REST_S = 30.0  # between two restarts: a disk without inodes, or over a quota, has free bytes and is full nevertheless

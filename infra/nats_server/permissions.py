@@ -342,7 +342,7 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
             f"$JS.API.CONSUMER.MSG.NEXT.{work}.*",
             f"$JS.ACK.{work}.>",
         )),
-        Right("know whether the jobs' stream was lost and made anew", (f"$JS.API.STREAM.INFO.{work}",)),
+        Right("know whether the jobs' stream was lost and recreated", (f"$JS.API.STREAM.INFO.{work}",)),
         _reads(*_buckets(s, "workers")),
         Right("load the adapters and weights that operators name", (),
               tuple(s.live(f"$KV.{s.bucket(name)}.>") for name in ("adapters", "weights"))),

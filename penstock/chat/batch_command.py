@@ -111,11 +111,11 @@ def _message(status: int, content: bytes) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a batch, or go on waiting for one; the exit status."""
+    """Run a batch, or wait for a running one, and return the exit status."""
     parser = Parser(
         prog="penstock batch run",
         description="run the requests of a file (JSON lines, as for OpenAI's Batch API) and write their answers to "
-        "another one. When it is interrupted the batch goes on: the same command waits for it again.",
+        "another one. When it is interrupted, the batch continues: the same command waits for it again.",
     )
     parser.add_argument("input", type=Path, help="file with a request on each line")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where the answers go")
@@ -138,7 +138,7 @@ def run(argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         if kept.exists():
-            print("\nThe batch goes on. The same command waits for it again.", file=sys.stderr)
+            print("\nThe batch continues. The same command waits for it again.", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -154,7 +154,7 @@ def _run_with(client: BatchApi, args: argparse.Namespace, kept: Path, url: str) 
         job = msgspec.json.decode(kept.read_bytes(), type=BegunBatch)
         if (job.size, job.changed_ns) != (seen.st_size, seen.st_mtime_ns):
             raise ValueError(
-                f"{args.input} was changed since its batch {job.batch} began: delete {kept} to run it anew"
+                f"{args.input} was changed since its batch {job.batch} began: delete {kept} to run it again"
             )
     else:
         if args.output.exists():

@@ -338,7 +338,7 @@ class ChatClient:
     async def ask(self, body: dict[str, Any], answer: StreamedAnswer) -> AsyncGenerator[AnswerDelta]:
         """Ask for a chat completion; ``answer`` grows with what is yielded.
 
-        A stream that breaks goes on where it was, if the server numbers its events and keeps answers, as Penstock does.
+        A stream that breaks is continued, if the server numbers its events and keeps answers, as Penstock does.
 
         Raises:
             ServerRefused: the server refuses the request.

@@ -62,7 +62,7 @@ def send_weights(
         model: which one, where several are served.
         backend: ``nccl`` from GPU to GPU, never within one; ``gloo`` through host memory; ``nixl``: workers read.
         address: under which workers reach this process; default: the one that reaches the gateway.
-        running: what becomes of running requests: they end first, or go on with the new weights.
+        running: whether running requests end first or continue with the new weights.
         timeout_s: seconds for running requests to finish.
         dtype: floating-point tensors are converted to it; None: sent as they are.
         bucket_bytes: of a broadcast; as much memory is needed on the device, and on that of each worker.

@@ -2,7 +2,7 @@
 
 Returns what a worker ran when its process ended to the routers, before the worker is started again.
 
-Its next life would do so from the same journal, but only once it is connected, and without knowing the exit status.
+The restarted worker would do so from the same journal, but later, and without the exit status.
 
 Stopping a deployment in order, and what the terminal shows meanwhile.
 """
@@ -105,7 +105,7 @@ async def report_end(folder: Path, name: str, status: int, url: str, subjects: S
     Args:
         folder: the worker's state folder.
         status: exit status, negative for a signal.
-        url: of the broker, for the operator. If it does not answer, the worker's next life reports the end.
+        url: of the broker, for the operator. If it does not answer, the restarted worker reports the end.
     """
     path, _ = paths(folder, name)
     try:

@@ -138,7 +138,7 @@ def run_restore(argv: Sequence[str]) -> int:
 async def _told(work: Any) -> None:
     """
     Raises:
-        ValueError: instead of what users are not told by name.
+        ValueError: instead of errors that are not for users.
     """
     try:
         await work

@@ -104,7 +104,9 @@ async def gone(bus: Bus, worker: Registration, timeout_s: float, console: Consol
             console.print(f"{_shown(worker)}: drained after {waited_s:.1f} s", highlight=False)
             return
         if waited_s > timeout_s:
-            raise DrainFailed(f"{_shown(worker)} still runs {_work(now)} after {timeout_s:g} s (--timeout); it goes on")
+            raise DrainFailed(
+                f"{_shown(worker)} still runs {_work(now)} after {timeout_s:g} s (--timeout); it continues"
+            )
         if time.monotonic() - reported > REPORT_S:
             reported = time.monotonic()
             state = "" if now.state is WorkerState.draining else ", not yet draining"

@@ -162,7 +162,7 @@ async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> Deployme
         await asyncio.sleep(POLL_S)
     state = _state(data_dir)
     if state.cells_refused or state.active_cells != number:
-        raise ValueError(state.cells_refused or f"somebody else has set {state.active_cells} cells meanwhile")
+        raise ValueError(state.cells_refused or f"another command has set {state.active_cells} cells meanwhile")
     return state
 
 

@@ -286,7 +286,7 @@ async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Name
                 if await accounts.was_removed(name):
                     raise ValueError(
                         f"{name!r} was removed from this broker, and {place.data_dir} has its earlier password: "
-                        f"`penstock tenants add {name} --new-password` makes it anew; its clients need the new "
+                        f"`penstock tenants add {name} --new-password` creates it again; its clients need the new "
                         "credentials"
                     )
                 raise ValueError(
@@ -314,7 +314,7 @@ async def _refuse_if_lost(nc: Client, place: TenantsPlace) -> None:
                 raise ValueError(
                     f"the broker has lost its keys, so it may have lost tenants, and {place.data_dir} knows none: "
                     "`penstock tenants restore --data-dir` with the folder that they were made with brings them back; "
-                    "if there were none, `penstock tenants add NAME --new-password` begins anew"
+                    "if there were none, `penstock tenants add NAME --new-password` creates new ones"
                 )
 
 

@@ -51,7 +51,7 @@ def _parser() -> Parser:
         if name in ("pause", "update"):
             verb.add_argument(
                 "--continue", dest="running", action="store_const", const="continue", default="finish",
-                help="running requests stand still and go on afterwards; default: they end first",
+                help="running requests pause and continue afterwards; default: they end first",
             )  # fmt: skip
         if name in ("sleep", "wake"):
             verb.add_argument("--worker", default="", metavar="NAME", help="only this one")

@@ -78,7 +78,7 @@ class PlannerLease:
         except APIError as error:
             if error.err_code != WRONG_LAST_SEQUENCE:
                 raise
-            self._revision, self._until = 0, 0.0  # it expired, and somebody else may have taken it
+            self._revision, self._until = 0, 0.0  # it expired, and another planner may have taken it
             return "?"
         self._revision, self._until = ack.seq, began + TTL_S - RENEW_S
         return ""

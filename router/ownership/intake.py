@@ -1,11 +1,11 @@
 """The requests that this router handles: those of its models from the log, and those that other routers pass on.
 
 One router places the requests of a model, because decisions are best with one queue and one view of the load. A router
-is one process on one core, so its rate is limited: what is more than that goes to another cell.
+is one process on one core, so its rate is limited; requests beyond it go to other cells.
 
-What a lost router had read and not placed comes again at once, instead of after the consumer's ack_wait. No API of the
-broker lists the messages that a consumer waits for. But whoever may publish to an acknowledgement subject can reject
-any message, and a rejection of one that is not waited for changes nothing. So every sequence between the
+Requests that a lost router had read and not placed are delivered again at once, not only after the consumer's ack_wait.
+No API of the broker lists the messages that a consumer waits for. But a client that may publish to an acknowledgement
+subject can reject any message, and rejecting one that is not waited for has no effect. So every sequence between the
 acknowledgement floor and the last delivered one is rejected, without reading any.
 """
 
@@ -36,7 +36,7 @@ from penstock.schemas.subjects import request_of, token
 
 
 class BackgroundTasks:
-    """Tasks for single requests. A failure is logged and ends nothing else: the request comes again.
+    """Tasks for single requests. A failure is logged and ends nothing else: the request is delivered again.
 
     Its message is delivered again after ack_wait, and the scan for orphans finds a request that was placed.
     """
@@ -192,7 +192,7 @@ class Intake:
     async def _make_again(self, spec: ConsumerSpec, last: str) -> bool:
         """From the oldest request on that is not placed; what comes twice is recognised.
 
-        From the first one on where the stream was lost and made anew. What is held of the lost one has no message any
+        From the first one if the stream was lost and recreated. What is held of the lost one has no message any
         more: its verdict would be one on a message of the new stream.
         """
         stream = await present(self._bus, self._stream)

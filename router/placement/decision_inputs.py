@@ -12,7 +12,7 @@ gather them at one target.
 Every target will have a prefix that many prompts share, such as a system prompt, before long. A request that happens to
 compute it first is not charged for it: otherwise all its traffic would stay at the targets that have it, while others
 are idle. A prefix is shared once ``USES`` prompts for each target went on differently behind it, among the last
-prompts. The turns of one conversation go on in one way, so they stay where they are. Prefixes are counted at some
+prompts. The turns of one conversation continue in one way, so they stay where they are. Prefixes are counted at some
 lengths, sixteen for each doubling. A prompt adds at most ``ADDED`` of them, the shortest that are not known, so memory
 is bounded by the number of prompts remembered.
 """

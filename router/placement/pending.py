@@ -10,7 +10,7 @@ several within an hour are watched, as its gateway has marked them: a single cra
 
 What is known comes from the log. DONE says of each attempt that a worker, or someone on its behalf, returned it, and
 whether it crashed (``done.Returned.crashed``). Jobs carry which attempts were lost with their worker. Such a loss may
-turn out to be a crash, once the worker's supervisor or its next life says so. The first one is taken for a crash at
+turn out to be a crash, once the supervisor or the restarted worker reports it. The first one is taken for a crash at
 once, since spreading costs nothing; before a third worker the request waits for what is to be known, within a bound.
 """
 

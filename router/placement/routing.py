@@ -101,7 +101,7 @@ class RoutingContext(msgspec.Struct, frozen=True):
         return min(blocks, self.request.prompt_blocks)
 
     def pick(self, scores: Sequence[float], stage: int = 0) -> int:
-        """The position of the score to take; each ``stage`` draws anew."""
+        """The position of the score to take; each ``stage`` draws independently."""
         seed = draw(self.seed, stage)
         if self.mode == "round_robin":
             return self.number % len(scores)

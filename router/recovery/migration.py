@@ -61,7 +61,7 @@ class Migration:
 
     Args:
         after_s: for so long a request must have had no worker.
-        several: whether there are several cells, as far as gateways have told.
+        several: whether there are several cells, as reported by gateways.
         owns: whether this router places the requests of a model.
         send: gives a request to a cell, by its number within the deployment.
     """

@@ -239,7 +239,7 @@ class Recovery:
 
     def _used_up(self, pending: PendingRequest) -> bool:
         """Whether a request may have no further attempt. Crashes have a limit of their own, no worker failed when
-        another cell returned it or it was not started in time, and a fallback begins to count anew."""
+        another cell returned it or it was not started in time, and a fallback counts from zero."""
         uncounted = self._cluster.returned.crashes(pending.request.id) + _in_cells(pending)
         uncounted += jobs.waited(pending.earlier_workers, pending.request.fell_back_at)
         before = max(0, pending.request.fell_back_at - 1)

@@ -1,7 +1,7 @@
 """Requests without progress: their worker renews its lease, but its engine makes no steps, or is late.
 
 A worker that dies loses its lease, and its requests go elsewhere. A worker whose engine hangs (in a kernel, a driver or
-a lock) goes on renewing it, and nothing else would notice before the requests' deadlines. So workers count their
+a lock) keeps renewing it, and nothing else would notice before the requests' deadlines. So workers count their
 engine's steps, and renewals carry the count. Waiting behind others, a long prompt and a slow reader are no stalls:
 the engine makes steps meanwhile. Requests that the router holds are at no worker, and are not watched.
 
@@ -81,7 +81,7 @@ class Watchdog:
         return frozenset(self._stalled)
 
     def forget(self) -> None:
-        """Begin anew: counts were not followed for a while."""
+        """Start over: counts were not followed for a while."""
         self._steps.clear()
         self._quiet_since.clear()
 

@@ -269,7 +269,7 @@ class Router:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
-        if request.id in self.deletion.deleted.until:  # it comes again until it is gone
+        if request.id in self.deletion.deleted.until:  # it is delivered again until it is erased
             self.deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
             return
         if not self.intake.owns(request.model):  # passed on by a router that takes this one for the owner
@@ -653,7 +653,7 @@ class Router:
         return False
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
-        """End a cancelled request if it is held here; its worker receives the same message. It may come again."""
+        """End a cancelled request if it is held here; its worker gets the same message. May be delivered again."""
         self._cancels.setdefault(request_id, reason[:LONGEST_REASON])
         if len(self._cancels) > CANCELS_REMEMBERED:
             self._cancels.popitem(last=False)

@@ -223,7 +223,7 @@ class ClusterState:
         return [member.registration for member in self.registry.members.values()]
 
     def is_back(self, worker: str) -> bool:
-        """Whether a worker that was lost is registered again, with nothing to report of its last life.
+        """Whether a worker that was lost is registered again, with nothing to report of its previous process.
 
         A crash is reported before, but in another stream.
         """

@@ -3,7 +3,7 @@
 ``DisconnectWatch`` knows which connections are broken, from the events of the broker's system account. They report a
 killed worker within milliseconds; its lease would take seconds to expire.
 
-``LeaseLosses`` counts, pure, by the names that workers keep over their lives. A broker that stops, or elects a leader
+``LeaseLosses`` counts, pure, by the names that workers keep over restarts. A broker that stops, or elects a leader
 for the workers bucket, lets leases run out whose workers are well. Such losses are counted apart: those of a router
 whose own link broke just before, and those of all workers at once.
 

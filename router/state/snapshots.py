@@ -1,6 +1,6 @@
 """What a router knows, as bytes in the object store: a restart reads the tail of the logs instead of their last hour.
 
-A snapshot is of one moment, and is encoded in steps while what it is of goes on changing; the event loop runs in
+A snapshot is of one moment, and is encoded in steps while its source keeps changing; the event loop runs in
 between. Each part is stored after its length. That of the prefix index has the order of eviction too, so an index that
 was restored and one that was not stay equal.
 """
@@ -140,7 +140,7 @@ async def _check_stream(bus: Bus, name: str, seq: int, taken_ns: int) -> None:
     """
     stream = await lifetime(bus, bus.subjects.stream(name))
     if not stream.has(seq, taken_ns):
-        raise ValueError(f"{name} was lost and made anew: it ends at {stream.end}, the snapshot at {seq}")
+        raise ValueError(f"{name} was lost and recreated: it ends at {stream.end}, the snapshot at {seq}")
 
 
 async def run_in_steps(steps: Generator[None, None, bool]) -> bool:

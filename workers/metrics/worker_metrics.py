@@ -73,7 +73,7 @@ class GpuMetrics(Collector):
 
     @property
     def device(self) -> str:
-        """What they are, as in "2x NVIDIA H100 80GB HBM3"; "": none, or not told."""
+        """What they are, as in "2x NVIDIA H100 80GB HBM3"; "": none, or unknown."""
         names: dict[str, int] = {}
         with contextlib.suppress(self._library.NVMLError):
             for handle in self._handles:
@@ -180,7 +180,7 @@ class GpuReader:
 class Total:
     """A counter that is set to a total of an engine instead of being increased.
 
-    Prometheus takes a counter that falls for a restart, so a smaller total (the engine began anew) counts from zero.
+    Prometheus takes a counter that falls for a restart, so a smaller total (the engine restarted) counts from zero.
     """
 
     def __init__(self, counter: Counter) -> None:
@@ -349,7 +349,7 @@ class WorkerMetrics:
             scope.counter("spec_decode_num_accepted_tokens", "proposed tokens that were accepted")
         )
         self.logits_errors = Total(scope.counter("logits_errors", "calls of logits processors that failed"))
-        grammars = scope.counter("grammars", "constraints of sequences, compiled anew or cached", ["source"])
+        grammars = scope.counter("grammars", "constraints of sequences, compiled or cached", ["source"])
         self.grammars_compiled = Total(grammars.labels("compiled"))
         self.grammars_cached = Total(grammars.labels("cached"))
         self.grammar_seconds = Total(scope.counter("grammar_compile_seconds", "time spent compiling constraints"))

@@ -76,7 +76,7 @@ class FlushPublisher:
                 continue
             try:
                 await self._publish(flush)
-            finally:  # the engine needs the interpreter as soon as it may go on
+            finally:  # the engine needs the interpreter as soon as it may continue
                 self._nc.when_written(self._consumed)
 
     def _consumed(self) -> None:

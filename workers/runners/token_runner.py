@@ -93,7 +93,7 @@ class _Sums:
 
 
 class TokenPace:
-    """One for all sessions of a worker: a slow machine loses leases, too, and its engine goes on.
+    """One for all sessions of a worker: a slow machine loses leases, too, while its engine keeps running.
 
     Args:
         role: of the worker.
@@ -165,7 +165,7 @@ class TokenPace:
         if not since_ns:
             if not sequence.started_ns:
                 return
-            # The prompt's computing ends with the first token. Where this worker goes on with a request, it is unknown.
+            # The prompt's computing ends with the first token. Where this worker continues a request, it is unknown.
             since_ns = sequence.started_ns
             if not running.prefilled and running.first_token_ns and not sequence.seen_tokens:
                 since_ns = running.first_token_ns

@@ -200,7 +200,7 @@ class AdapterTable:
         self._wanted[name] = target
         try:
             adapter = await self._added(name, target, before)
-        except Exception as error:  # its files can hold anything: the worker and its other adapters go on
+        except Exception as error:  # its files can hold anything: the worker and its other adapters continue
             told = str(error) if isinstance(error, (AdapterError, EngineError)) else repr(error)
             reason = told[:MOST_REASON]
             log.error("adapter_failed", adapter=name, folder=target.path, error=reason)

@@ -194,7 +194,7 @@ class CrashJournal:
         name: of the worker, the same after a restart.
 
     Attributes:
-        last: what is left of the life before, with its end judged; None: nothing.
+        last: the journal of the previous process, with its end judged; None: there is none.
     """
 
     def __init__(self, folder: Path | None, name: str) -> None:
@@ -230,7 +230,7 @@ class CrashJournal:
         faulthandler.enable(self._faults)
 
     def begin(self) -> None:
-        """The last life was reported: what is noted from now on is of this one."""
+        """The previous process was reported: from now on the journal is of this one."""
         if self._fd >= 0:
             self.last = None
             self.compact()
@@ -262,7 +262,7 @@ class CrashJournal:
             self._write(_Killed(killed))
 
     def close(self) -> None:
-        """The process ends in order: nothing is left to report, unless the last life still is."""
+        """The process ends in order: nothing is left to report, except an unreported previous process."""
         if self._fd >= 0 and self.last is None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, 0)

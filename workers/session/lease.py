@@ -457,6 +457,6 @@ class Outbox:
         """The lease is lost: drop everything that is kept."""
         self._kept.clear()
         self._unconfirmed.clear()
-        self._awaited.clear()  # whoever waits is cancelled, or goes on in the end
+        self._awaited.clear()  # waiting tasks are cancelled, or continue in the end
         self._unsent_bytes = 0
         self._below_limit.set()

@@ -225,7 +225,7 @@ class WorkerSession:
         could not have it sent here before; or it runs as a fallback."""
         request = received.request
         if request.fallback:
-            return None  # its readers are told first
+            return None  # its readers are informed first
         if not request.no_store:
             return received
         data = self.contents.take(request.id)
@@ -459,7 +459,7 @@ class WorkerSession:
         return used or any(running.request.no_store for running in self.requests.running.values())
 
     async def _on_memory_replaced(self) -> None:
-        """What was sent to a stream that somebody has deleted was lost: it is sent again, as after a reconnect."""
+        """Output sent to a deleted stream was lost: send it again, as after a reconnect."""
         if self.lease.trusted():
             await self._outbox.resend()
 
@@ -502,7 +502,7 @@ class WorkerSession:
     async def _make_again(self, last: str) -> bool:
         """This session's consumer was deleted. If it cannot be made again, leave the fleet: no job would arrive.
 
-        From the first job on where the stream was made anew, or this process may not look: known ones are recognised.
+        From the first job if the stream was recreated, or if this process may not read it: known jobs are recognised.
         """
         stream, config = self._bus.subjects.stream("WORK"), self._consumer().as_dict()
         known = False

@@ -2,7 +2,7 @@
 
 What an operator asks of a model's weights is an entry of a bucket on the broker, so that every worker of the model
 follows it, also one that was down meanwhile: it has the entry's weights before it is registered, or it does not start.
-A request begins with one revision. When weights are replaced, those that run end first or go on with the new ones, and
+A request begins with one revision. When weights are replaced, running ones end first or continue with the new ones, and
 nothing that was cached is found again, since the revision is in the names of blocks.
 
 Workers that share a device take turns: one is awake, and holds a lock on a file of the machine. Another that wants to
@@ -122,7 +122,7 @@ class RequestHolder(Protocol):
         """Requests of which something was computed or is under way, and whose end is not stored."""
 
     async def park_waiting(self) -> None:
-        """Take back from the engine what it has not begun, and keep it until ``submit_parked``."""
+        """Take sequences that have not started back from the engine, and keep them until ``submit_parked``."""
 
     @property
     def parked(self) -> int: ...
@@ -466,13 +466,13 @@ class WeightsTable:
             self._show()
             log.info("weights_resumed")
 
-    # --- still and going ---
+    # --- pause and resume ---
 
     async def _quiet(self, running: str, within_s: float) -> None:
-        """Submit nothing more; end what runs, or have it stand still. Then nothing is computed until ``_release``.
+        """Submit nothing more; finish or pause running requests. Then nothing is computed until ``_release``.
 
         Raises:
-            WeightsError: requests still run after ``within_s`` seconds. Everything goes on.
+            WeightsError: requests still run after ``within_s`` seconds; they continue.
         """
         assert self._holder is not None
         holder, was_held = self._holder, self.holds

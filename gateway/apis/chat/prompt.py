@@ -136,7 +136,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall) -> Any:
-    """Arguments as templates take them. A conversation goes on whatever the model wrote, as when a limit cut it off."""
+    """Arguments as templates take them. A conversation must continue even if a limit cut off the model's call."""
     given = call.function.arguments
     if given is None:
         return {}
@@ -353,7 +353,7 @@ def _escaped_template_tokens(
         documents = plain.marked_value(body.documents, mark, only_media=only_media)
         variables = plain.marked_value(body.chat_template_kwargs, mark, only_media=True)
         if plain.found(inert, (tools, documents), variables, only_media=only_media):
-            break  # the tokenizer's normaliser makes a special token of it all the same
+            break  # the tokenizer's normaliser still makes a special token of it
         marked = msgspec.structs.replace(body, tools=tools, documents=documents, chat_template_kwargs=variables)
         text = _render_template(marked, inert, context)
         _check_length(text, context, special=False)
@@ -372,7 +372,7 @@ def _given(body: ChatCompletionRequest) -> Any:
 
 
 def _told_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as the model is told of them: ``strict`` is about how the answer is decoded."""
+    """Tools as the model sees them, without ``strict``, which affects decoding only."""
     return [_told_tool(tool, tool.get("function")) for tool in tools]
 
 

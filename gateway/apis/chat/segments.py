@@ -263,7 +263,7 @@ class SegmentEvents(Protocol):
         """It has ended, or failed."""
 
     def left(self, writer: EventWriter, error: ServingError) -> bytes:
-        """What ends a stream whose answer goes on elsewhere: no event of the answer."""
+        """The end of a stream whose answer continues elsewhere; it is not an event of the answer."""
 
 
 class SegmentRenderer:

@@ -51,7 +51,7 @@ class InputMessage(Struct, frozen=True):
 class MessageTool(Struct, frozen=True):
     """``type``: "custom" (if it is not given); Anthropic's own tools are not supported.
 
-    ``defer_loading``: the model is not told of it before a ``tool_reference`` in the conversation names it.
+    ``defer_loading``: the model does not see it before a ``tool_reference`` in the conversation names it.
     """
 
     name: str

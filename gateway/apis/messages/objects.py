@@ -202,7 +202,7 @@ def messages_status(code: Code) -> int:
 def message_error(error: ServingError, request_id: str) -> MessageErrorBody:
     status = error.code.status
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    # Clients then send the whole conversation, without being told to.
+    # Clients then send the whole conversation by themselves.
     details = ErrorDetails("thread_unsupported_request") if error.param == THREAD else UNSET
     detail = MessageErrorDetail(kind, error.message, error.code.value, error.param, details)
     return MessageErrorBody(detail, request_id or None)

@@ -174,7 +174,7 @@ class ResponseEvents:
         self._builder = ResponseBuilder(request, detokenizer)
 
     def left(self, writer: EventWriter, error: ServingError) -> bytes:
-        """As the number of this event stands for another one in the stream that goes on, it is that of the next."""
+        """The number of the next event, since the continued stream uses this event's number for another one."""
         return _json(
             ResponseEvent("error", writer.number, code=error.code.value, message=error.message, param=error.param)
         )

@@ -82,7 +82,7 @@ def _recomputed(args: EngineArgs, ctx: Context) -> Details:
         yield (
             "error",
             "scheduler_config.capacity_scheduler_policy",
-            "MAX_UTILIZATION computes evicted requests again, which starts the grammar of each anew (#18891)",
+            "MAX_UTILIZATION computes evicted requests again, which restarts the grammar of each (#18891)",
             "use GUARANTEED_NO_EVICT, or remove guided_decoding_backend",
         )
 

@@ -272,7 +272,7 @@ async def open_cells(
 
     Args:
         whole: every cell is needed; otherwise one that cannot be opened is left out.
-        left_out: told of each; default: it is named on standard error.
+        left_out: called with each; default: it is named on standard error.
     Raises:
         ServingError, ValueError, CopyFailed, NoServerBinary, ServerFailed, OSError: as ``open_log``, if no cell can be
             opened, or with ``whole``.

@@ -27,7 +27,7 @@ from penstock.schemas.transfer import Handoff, decode_ledger
 
 NEAR_NS = 100_000_000  # the clocks of a process and of the broker differ by less, or more is read
 LONG_NS = 20_000_000_000  # a window above which the broker filters
-LATE_NS = 60_000_000_000  # behind the end, workers that were lost, or are told to cancel, may still send output
+LATE_NS = 60_000_000_000  # behind the end, workers that were lost, or are cancelling, may still send output
 NEAR_BATCH, TOKENS_BATCH = 100, 300
 EVERYTHING = ">"
 

@@ -136,7 +136,7 @@ class StreamReader:
         self._looked = -CHECK_S
 
     async def _look(self) -> None:
-        """Start over where the stream was lost and made anew: a position in the lost one would leave out messages."""
+        """Start over if the stream was lost and recreated: a position in the lost one would skip messages."""
         now = time.monotonic()
         if now - self._looked < CHECK_S:
             return

@@ -316,7 +316,7 @@ def rdma_bytes(devices: Path = RDMA_DEVICES) -> int | None:
 def rdma_line(before: int | None, after: int | None, moved: int) -> str:
     """Whether the bytes passed through RDMA ports of this host."""
     if before is None or after is None:
-        return "RDMA: this host has no ports that count; the bytes went over TCP, or cannot be told"
+        return "RDMA: this host has no ports that count; the bytes went over TCP, or an unknown path"
     return f"RDMA: {(after - before) / 1e9:,.2f} GB through this host's ports, of {moved / 1e9:,.2f} GB of blocks"
 
 

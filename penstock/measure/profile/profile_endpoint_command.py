@@ -371,7 +371,7 @@ def run(settings: EndpointProfileSettings) -> int:
     except (*_USAGE, *_FAILED) as error:
         return fail("profile endpoint", error, status=2 if isinstance(error, _USAGE) else 1)
     except KeyboardInterrupt:
-        print(f"stopped; finished points are in {folder}, and the same command goes on", file=sys.stderr)
+        print(f"stopped; finished points are in {folder}, and the same command continues", file=sys.stderr)
         return 130
     try:
         plots = [path.name for path in draw(profile, folder)]

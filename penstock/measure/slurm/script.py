@@ -125,7 +125,7 @@ def instances(placed: Sequence[Instance], point: JobPoint, first_port: int, *, d
 
     Args:
         first_port: of the workers' metrics; each has its own.
-        devices: whether each is told its GPUs.
+        devices: whether each gets a list of its GPUs.
     """
     lines = [f"WORKERS={len(placed)}"]
     metrics = []

@@ -121,7 +121,7 @@ class Bodies:
     def of_dataset(
         self, conversations: Sequence[RecordedConversation], level: LoadLevel, seed: int, run: int
     ) -> list[PlannedRequest]:
-        """The turns of conversations, drawn anew for each level and run, as many as the level has requests.
+        """The turns of conversations, drawn for each level and run, as many as the level has requests.
 
         Each turn has the recorded answers of those before it, so that all servers get the same requests, and asks for
         as many tokens as the recorded one has. A conversation begins with a mark of its level, run and number: what

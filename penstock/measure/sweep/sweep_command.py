@@ -353,7 +353,7 @@ def run(settings: SweepSettings) -> int:
     except (*_REFUSED, Unhealthy, SweepFailed) as error:
         return fail("bench sweep", error, status=2 if isinstance(error, (BadSettings, BadEndpoint, BadTarget)) else 1)
     except KeyboardInterrupt:
-        kept = f"finished levels are in {settings.out}, and the same command goes on"
+        kept = f"finished levels are in {settings.out}, and the same command continues"
         print(f"stopped; {kept if sweep and sweep.measured else 'no level was finished'}", file=sys.stderr)
         return 130
     print(f"\nresults in {settings.out}; plots: penstock bench plot {settings.out}")

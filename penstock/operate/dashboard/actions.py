@@ -124,7 +124,7 @@ class OperatorLogin:
 
 
 def _stay(status: int) -> None:
-    """The dashboard goes on when such a connection is lost."""
+    """The dashboard survives the loss of such a connection."""
 
 
 def with_login(url: str, user: str, password: str) -> str:

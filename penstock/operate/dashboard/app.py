@@ -247,7 +247,7 @@ class Dashboard:
         there, timeline = await self._found(request.path_params["id"])
         async with self._login.bus(there, fields.get("password", "")) as bus:
             if timeline.done is None and not await terminate(bus, timeline.request):
-                raise ActionRefused("the request was told to end, and has not yet: open its page again in a while")
+                raise ActionRefused("the request was cancelled but has not ended yet: open its page again in a minute")
         return RedirectResponse(f"/requests/{timeline.request_id}", 303)
 
     async def _again(self, request: Request) -> Response:

@@ -174,7 +174,7 @@ async def check_gateways(
         text = "gateways demand an API key, and the broker has none"
         fix = (
             "make one (`penstock keys create`). If there were keys, the broker has lost them: "
-            "`penstock keys import < FILE`. Those of --api-key count all the same"
+            "`penstock keys import < FILE`. Keys of --api-key are still accepted"
         )
         findings.append(warning("keys", text, fix))
     return findings
@@ -251,7 +251,7 @@ async def check_fleet(bus: Bus, state: DeploymentState | None, cell: int = 0) ->
     if workers or state is None or state.is_active(cell):
         findings += check_workers(workers)
     else:
-        findings.append(ok("workers", "none: this cell takes no new requests, and has what it has stored"))
+        findings.append(ok("workers", "none: this cell takes no new requests and keeps its records"))
     findings += check_paces(workers)
     findings += check_resources(workers)
     findings += check_leases(lost_leases(await routers(bus)), workers, time.time_ns())
@@ -400,7 +400,7 @@ def check_paces(workers: Sequence[Registration]) -> list[CheckResult]:
         text += f" ({counted(pace.peers, 'peer')}{', ' + worker.device if worker.device else ''})"
         fix = (
             "compare its machine with theirs: other programs on its GPU or cores, throttled clocks (`nvidia-smi -q -d "
-            "PERFORMANCE`), swapped memory, a slow link between its GPUs. Until it is mended: "
+            "PERFORMANCE`), swapped memory, a slow link between its GPUs. Until it is repaired: "
             f"`penstock drain {name}`. Routers send it less meanwhile"
         )
         findings.append(warning("slow worker", text, fix))

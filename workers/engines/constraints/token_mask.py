@@ -34,7 +34,7 @@ class Matcher:
         ends: tokens that end an output.
         other_ends: those of them that llguidance does not know, and the one that it knows.
     Attributes:
-        error: why it cannot go on; "": it can.
+        error: why the output cannot continue; "": it can.
         no_text: whether the reason is the constraint itself, which no text matches.
         too_complex: whether the reason is the constraint itself, a step of which is beyond llguidance's limits.
     """
@@ -84,7 +84,7 @@ class Matcher:
         return not self.error
 
     def look_ahead(self) -> None:
-        """Set ``error`` if no output can go on from here. No token can be taken in afterwards."""
+        """Set ``error`` if no output can continue from here. No token is accepted afterwards."""
         mask = self.mask()
         byte = next((at for at, bits in enumerate(mask) if bits), 0)
         token = 8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1

@@ -154,7 +154,7 @@ class EngineLoras:
     reads the folder again, which may have changed. Each is read once, and again only after it was dropped.
 
     Args:
-        slots, max_rank: as the engine was told.
+        slots, max_rank: as passed to the engine.
         runtime: whose loop drops adapters.
         read: has the engine read an adapter, of this id and folder, and returns its handle; in any thread. Raises
             AdapterError.

@@ -395,7 +395,7 @@ class Leader:
         """Call a function that blocks, for example until all ranks have met.
 
         Raises:
-            EngineError: a machine was lost; the function goes on in a thread of its own.
+            EngineError: a machine was lost; the function continues in its own thread.
         """
         answer = in_thread(work, "engine-start")
         either: list[Future[Any]] = [answer, self._failure]

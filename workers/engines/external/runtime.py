@@ -186,7 +186,7 @@ def bounded(function: Callable[..., R], *arguments: Any, seconds: float, **more:
     """Call a function that may never return, for example of an engine that hangs.
 
     Raises:
-        TimeoutError: it has not returned in time; it goes on in a thread of its own.
+        TimeoutError: it has not returned in time; it continues in its own thread.
         Exception: its own.
     """
     return in_thread(lambda: function(*arguments, **more), "bounded-call").result(seconds)

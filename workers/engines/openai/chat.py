@@ -43,10 +43,7 @@ MOST_COUNT = 1 << 31  # tokens that a server may say it counted
 # has a tokenizer of its own, whose tokens may be longer.
 TIMES, BESIDE = 16, 4096
 
-LOST = (
-    "the server was lost when {} tokens had been sent. It continues no such answer, so this one cannot go on; send the "
-    "request again"
-)
+LOST = "the server was lost when {} tokens had been sent. It cannot continue such an answer; send the request again"
 _ENDS = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop"}
 
 
@@ -113,7 +110,7 @@ def check_marks(tokenizer: Tokenizer) -> None:
 
 
 def can_continue(said: Seq[int], abilities: ServerAbilities, tokenizer: Tokenizer) -> bool:
-    """Whether the server can go on behind these tokens: behind content, not within thoughts or calls."""
+    """Whether the server can continue after these tokens: after content, not within thoughts or calls."""
     return abilities.continues is not None and CONTROL not in tokenizer.decode(list(said), skip_special_tokens=False)
 
 
@@ -150,7 +147,7 @@ class AnswerText:
 
     Args:
         named: as of ``ServerAbilities``.
-        continued: it goes on within content. Servers that expect an answer to begin with thoughts take it for one.
+        continued: it continues content. Servers that expect an answer to begin with thoughts take it for one.
 
     Attributes:
         thought: there were thoughts.
@@ -168,7 +165,7 @@ class AnswerText:
     def take(self, delta: Mapping[str, Any]) -> str:
         """
         Raises:
-            BadAnswer: a call has no name, or goes on behind another one; or the answer is parsed against a flag.
+            BadAnswer: a call has no name, or continues after another one; or the answer is parsed against a flag.
         """
         out: list[str] = []
         thought = _plain(delta.get("reasoning_content") or delta.get("reasoning"))

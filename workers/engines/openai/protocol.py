@@ -60,7 +60,7 @@ class BadAnswer(Exception):
     """An answer that cannot become tokens."""
 
 
-ABORTED = ("abort", "cancelled", "error")  # how servers call an end that is none: the answer goes on behind what came
+ABORTED = ("abort", "cancelled", "error")  # finish reasons that do not end the answer: another attempt continues it
 
 
 def check(request: SequenceRequest, info: EngineInfo, abilities: ServerAbilities) -> None:
@@ -163,7 +163,7 @@ class CompletionReader:
     Attributes:
         said: with those of this answer.
         finished: the sequence has ended.
-        aborted: what the server called it when it gave up, behind what it has sent; "": it has not.
+        aborted: the server's reason if it gave up, after the sent tokens; "": it did not.
         usage: as the server counted; None: tokens are counted here.
         waits: the answer has ended, and what follows its end has not come.
     """

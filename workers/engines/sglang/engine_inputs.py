@@ -169,7 +169,7 @@ class SglangInputs(NamedTuple):
 
     Attributes:
         arguments: of ``async_generate``, without ``rid`` and ``stream``.
-        stops: token ids that end the sequence though the engine goes on, after ``least`` tokens.
+        stops: token ids that end the sequence although the engine continues, after ``least`` tokens.
         goes_on: when the call reaches its limit, another one follows.
     """
 

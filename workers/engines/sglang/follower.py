@@ -40,7 +40,7 @@ class SglangOutputCursor:
 
     Args:
         top: alternatives per token; None: no log-probabilities.
-        stops: token ids that end the output though the engine goes on.
+        stops: token ids that end the output although the engine continues.
         least: tokens before which they do not.
         goes_on: reaching the call's limit does not end the sequence: another call follows.
         adopted: its prompt's KV was fetched from another engine.

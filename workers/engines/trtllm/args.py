@@ -312,7 +312,7 @@ def _takes_grammars(tree: Tree, wanted: TrtllmSettings) -> bool:
     """Whether guided decoding is known to work beside the other arguments."""
     policy = (tree.get("scheduler_config") or {}).get("capacity_scheduler_policy")
     if policy == "MAX_UTILIZATION":
-        log.warning("structured_output_off", reason="MAX_UTILIZATION starts the grammar of an evicted request anew")
+        log.warning("structured_output_off", reason="MAX_UTILIZATION restarts the grammar of an evicted request")
         return False
     return (
         wanted.worker.trtllm_backend == "pytorch" and not tree.get("enable_lora") and not tree.get("speculative_config")

@@ -158,7 +158,7 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         if params is not None and (params.opaque_state or getattr(params, "ctx_info_endpoint", None)):
             try:
                 opaque = disagg.pack(params, self._options.layout, prepared.tokens)
-            except (TypeError, ValueError) as error:  # of this request alone: its neighbours go on
+            except (TypeError, ValueError) as error:  # only this request fails
                 failure = SequenceFailure(Code.transfer_failed, f"its handoff state cannot be sent: {error}")
                 log.error("handoff_state_unpackable", error=repr(error))
         scored = sequence.scored(output.prompt_logprobs) if sequence.score else None
@@ -201,7 +201,7 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
             log.warning("abort_unanswered", seconds=ABORT_S)
             sequence.task.cancel()
 
-    # --- life signs ---
+    # --- liveness ---
 
     def ask(self) -> threading.Event:
         """Have the engine generate one token; returns what is set when it has come. From any thread."""
