@@ -107,8 +107,8 @@ class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         Meta(
             ge=0,
-            description=f"end after so many, or with status 1 after {PATIENCE} intervals without one, as when nothing "
-            "is asked; 0: run until Ctrl-C",
+            description=f"end after this many, or with status 1 after {PATIENCE} intervals without one, as without "
+            "requests; 0: run until Ctrl-C",
         ),
     ] = 0
     zero_after_s: Annotated[

@@ -157,7 +157,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     cell_nats_urls: Annotated[
         tuple[str, ...],
         about(
-            "broker URLs of the cells behind the first, in their order, for cells with brokers of their own; several "
+            "broker URLs of the cells after the first, in order, for cells with their own brokers; several "
             "servers of one cell with ';' between; default: --nats-url"
         ),
     ] = ()

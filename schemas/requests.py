@@ -147,12 +147,12 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
     dimensions: int  # of each vector in the answer
     texts: tuple[str, ...] = ()  # the worker makes tokens of them
     lengths: tuple[int, ...] = ()  # of the inputs in the prompt, in tokens; empty: the inputs are ``texts``
-    truncate: int = 0  # longer inputs are cut to so many tokens; 0: they are refused
+    truncate: int = 0  # longer inputs are cut to this many tokens; 0: they are refused
     base64: bool = False  # the answer has each vector as base64 of its float32 values, little-endian
     prompt: str = ""  # name of what the worker puts before each text; "": the model's default
     queries: tuple[str, ...] = ()  # one for all texts, or one for each
-    document_tokens: int = 0  # of pairs: texts are cut to so many tokens before they meet their query; 0: not
-    top: int = 0  # the answer has the best so many scores, in their order; 0: all
+    document_tokens: int = 0  # of pairs: texts are cut to this many tokens before they meet their query; 0: not
+    top: int = 0  # the answer has the best this many scores, in their order; 0: all
     shows_texts: bool = False  # the answer repeats the texts beside their scores
 
     @property

@@ -132,7 +132,7 @@ def limits_bytes(topology: Topology) -> int:
 
 
 def scaled(topology: Topology, size_bytes: int) -> Topology:
-    """A topology whose streams on file take about so many bytes together, each the same share as before.
+    """A topology whose streams on file take about this many bytes together, each the same share as before.
 
     Buckets of keys keep their size: they are small, and a full one refuses.
 

@@ -63,7 +63,7 @@ class UsageGap(msgspec.Struct, frozen=True, omit_defaults=True):
     """Messages that DONE had discarded before they were counted.
 
     Attributes:
-        messages: at most so many; those that end no request are among them.
+        messages: at most this many; those that end no request are among them.
         since_ns, until_ns: Unix time between which they were stored; 0: not known.
     """
 

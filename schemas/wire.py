@@ -77,7 +77,7 @@ def widened(data: bytes, count: int) -> bytes:
     """Inverse of ``narrowed``.
 
     Raises:
-        ValueError: these are not so many token ids.
+        ValueError: these are not this many token ids.
     """
     bits = data[0] if data else 0
     whole, width = bits >> 3, bits & 7

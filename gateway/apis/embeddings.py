@@ -41,14 +41,14 @@ from penstock.schemas.wire import pack_tokens
 
 MAX_INPUTS = 2048  # as in OpenAI's API
 MAX_TOKENS = 300_000  # of all inputs that are given as token ids, as in OpenAI's API
-MAX_VALUES = MAX_TOKENS + MAX_INPUTS  # in a body; so many are decoded in about 12 ms
+MAX_VALUES = MAX_TOKENS + MAX_INPUTS  # in a body; this many are decoded in about 12 ms
 MAX_PAIR_BYTES = 16 << 20  # of all pairs, the query counted in each: a long one makes much work of a small body
 BILLED_DOCUMENTS = 100  # of a search unit, as in Cohere's API
 
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 TokenIds = list[TokenId]
 Cut = Annotated[
-    int, Meta(ge=-1, description="cut longer inputs to so many tokens; -1: to the model's limit; default: refuse them")
+    int, Meta(ge=-1, description="cut longer inputs to N tokens; -1: to the model's limit; default: refuse them")
 ]
 
 
@@ -87,9 +87,9 @@ class RerankRequest(CommonOptions, frozen=True, kw_only=True):
 
     query: str
     documents: list[str | Document]
-    top_n: Annotated[int, Meta(ge=1, description="answer with the best so many documents; default: all")] | None = None
+    top_n: Annotated[int, Meta(ge=1, description="number of best documents in the answer; default: all")] | None = None
     return_documents: Annotated[bool, Meta(description="repeat the documents in the answer")] | None = None
-    max_tokens_per_doc: Annotated[int, Meta(ge=1, description="cut each document to so many tokens")] | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=1, description="cut each document to this many tokens")] | None = None
     truncate: (
         Annotated[bool, Meta(description="false: refuse pairs that are too long; default: cut the longer text")] | None
     ) = None
@@ -406,7 +406,7 @@ def too_long(at: int, tokens: int, limit: int) -> ServingError:
 
 
 FLOAT_BYTES = 4
-LARGE_BYTES = 65_536  # of vectors; so many are written as JSON in about 1 ms
+LARGE_BYTES = 65_536  # of vectors; this many are written as JSON in about 1 ms
 
 _json = msgspec.json.encode
 

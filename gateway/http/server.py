@@ -633,7 +633,7 @@ class HttpServer:
     Attributes:
         draining: no connection is kept behind its present answer.
         to_move: number of connections to close, since other gateways on the shared socket have fewer.
-        moved: so many were.
+        moved: this many were.
         turns: shares the event loop's turns, in which new requests are read.
     """
 

@@ -53,7 +53,7 @@ class UsageBucket(Struct):
 
 
 class MissedUsage(Struct):
-    """``messages``: at most so many were discarded before they were counted. Unix time; 0: not known."""
+    """``messages``: at most this many were discarded before they were counted. Unix time; 0: not known."""
 
     messages: int
     start_time: int

@@ -141,7 +141,7 @@ class RequestListing:
         """All requests from the newest on or behind ``after``, with those that do not meet the criteria.
 
         Args:
-            together: so many are read at once.
+            together: this many are read at once.
         Raises:
             ServingError: invalid_request: not a position; broker_unavailable.
         """

@@ -142,13 +142,13 @@ class FairThreads:
         self._begin()
 
 
-# Bytes; larger ones are prepared in a thread. To tokenise so many takes 0.2 ms if their words are known, else 1 ms.
+# Bytes; larger ones are prepared in a thread. To tokenise this many takes 0.2 ms if their words are known, else 1 ms.
 LARGE_BODY = 8_192
 THREADS = 3  # each competes with the event loop for the interpreter
 PER_TENANT = 2  # of them
 NAMED_INLINE = 131_072  # bytes; to find the model in a larger body takes more than 0.2 ms
 INLINE_CPU_S = 0.005  # of the event loop, for the chat template of a small body; most take 0.1 ms
-FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
+FEW_VALUES = 65_536  # in a body; this many are decoded in 3 ms
 PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
 COUNT_BYTES = 1 << 18  # searched for commas at once, which holds the interpreter for 0.1 ms
 

@@ -356,7 +356,7 @@ def _declared(schema: Schema) -> None:
     if not isinstance(declared, dict) or not isinstance(patterns, dict):
         return
     if sum(len(name) ** 2 for name in declared) * len(patterns) > _MOST_STEPS:
-        raise ValueError("patternProperties beside so many properties are not supported")
+        raise ValueError("patternProperties with that many properties are not supported")
     for pattern, value in patterns.items():
         for name in declared:
             found = matches(pattern, name)

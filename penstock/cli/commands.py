@@ -308,7 +308,7 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cell_nats_urls: Annotated[
         tuple[str, ...],
         msgspec.Meta(
-            description="brokers of the cells behind the first, as a gateway's flag, with the operator's credentials; "
+            description="brokers of the cells after the first, as the gateway's flag, with the operator's credentials; "
             "default: that of the first"
         ),
     ] = ()

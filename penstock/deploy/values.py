@@ -177,7 +177,7 @@ class GatewayValues(PodValues, frozen=True, kw_only=True):
     drain_seconds: Annotated[Seconds, about("that open requests may take to finish")] = 30
     require_keys: Annotated[
         bool,
-        about("refuse requests without an API key; false: whoever reaches the Service may ask, until there is one"),
+        about("refuse requests without an API key; false: the Service is open to anyone until the first key exists"),
     ] = True
     settings: Annotated[Tree, about("flags of `penstock gateway` without their dashes, as in `max-queue: 512`")] = {}
     service: Service = Service()
@@ -221,7 +221,7 @@ class WorkerDefaults(PodValues, frozen=True, kw_only=True):
 
 
 class CellValues(ValuesSection, frozen=True, kw_only=True):
-    """Cells of the deployment: each has its own streams, and routers and pools of `workers` with so many replicas."""
+    """Cells of the deployment: each has its own streams, and routers and pools of `workers` with this many replicas."""
 
     count: Annotated[int, Meta(ge=1, le=64)] = 1
     placement_tags: Annotated[
@@ -234,7 +234,7 @@ class CellValues(ValuesSection, frozen=True, kw_only=True):
     urls_secrets: Annotated[
         tuple[str, ...],
         about(
-            "of each cell behind the first, if it has a NATS of its own: Secret with its URL under each user, as in "
+            "of each cell after the first, if it has its own NATS: Secret with its URL under each user, as in "
             "`broker.urlsSecret`; semicolons between several URLs of one. Default: that of the first"
         ),
     ] = ()

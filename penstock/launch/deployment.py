@@ -751,7 +751,7 @@ class Deployment:
     # --- another number of cells ---
 
     async def _set_cells(self, active: int) -> None:
-        """Have so many cells take new requests: add what is missing, and plan where each process belongs from now on.
+        """Have this many cells take new requests: add what is missing, and plan where each process belongs from now on.
 
         Processes that run are left as they are, so nothing is refused meanwhile. `penstock restart` restarts those that
         are planned otherwise, in an order in which each request finds workers.
@@ -779,7 +779,7 @@ class Deployment:
     def _check_cells(self, active: int) -> None:
         """
         Raises:
-            PlanError: this deployment cannot have so many.
+            PlanError: this deployment cannot have this many.
         """
         if not self._ready:
             raise PlanError("the deployment is still starting; try again when it is ready")

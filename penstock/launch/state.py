@@ -106,7 +106,7 @@ class DeploymentState(msgspec.Struct, frozen=True):
     client_nats: NatsLogin = NatsLogin()  # the same as client_nats_url
     models: tuple[str, ...] = ()  # canonical names of all
     cells: tuple[CellState, ...] = ()  # the first is home, which ``namespace`` and the URLs above are of
-    active_cells: int = 0  # so many of the first take new requests; 0: all
+    active_cells: int = 0  # this many of the first take new requests; 0: all
     cells_refused: str = ""  # why another number of cells was not taken the last time
     gateways: GatewayState = GatewayState()
 

@@ -81,7 +81,7 @@ def problem_at(url: str, timeout_s: float, workers: int = 0) -> str:
 
 
 def _too_few(body: bytes, workers: int) -> str:
-    """Why the page of a gateway does not list so many ready workers; "": it does."""
+    """Why the page of a gateway does not list this many ready workers; "": it does."""
     try:
         components = json.loads(body)["components"]
         ready = sum(bool(each["ready"]) for each in components if each.get("role"))
@@ -104,7 +104,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("role", choices=tuple(PAGES), help="asked at PENSTOCK_HTTP_PORT or PENSTOCK_METRICS_PORT")
     parser.add_argument("--ready", action="store_true", help="gateway: whether a request could be served now")
     parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="gateway: whether so many workers are ready, too"
+        "--workers", type=int, default=0, metavar="N", help="gateway: least number of ready workers, too"
     )
     parser.add_argument(
         "--wait-s",

@@ -149,7 +149,7 @@ async def change(bus: Bus, key_id: str, **fields: object) -> tuple[ApiKey, ApiKe
     for _ in range(TRIES):
         before, revision = await find(bus, key_id)
         if before.revoked_ns:
-            raise KeyProblem(f"{before.prefix} was revoked, for good: make another key")
+            raise KeyProblem(f"{before.prefix} was revoked for good: create another key")
         after = msgspec.structs.replace(before, **fields, changed_ns=time.time_ns(), changed_by=person())
         detail = changes(before, after, time.time_ns())
         async with recorded(bus.nc, bus.subjects, "keys set", before.prefix, detail):

@@ -139,7 +139,7 @@ async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> Deployme
     """The state of the deployment, planned for another number of active cells.
 
     Raises:
-        ValueError: the deployment cannot have so many, or `penstock up` does not answer.
+        ValueError: the deployment cannot have this many, or `penstock up` does not answer.
     """
     up = holder(data_dir / "up.lock")
     try:

@@ -96,7 +96,7 @@ async def _live(observer: Observer, console: Console, interval_s: float) -> None
 
 
 def picture(snapshot: DeploymentSnapshot, width: int) -> Group:
-    """A snapshot as it is printed on so many columns."""
+    """A snapshot as it is printed on this many columns."""
     ready = sum(worker.state == "ready" for worker in snapshot.workers)
     head = Text.assemble(
         (f"penstock {snapshot.namespace}", "bold"),

@@ -63,7 +63,7 @@ class Connector(Protocol):
         """
 
     async def apply(self, targets: Mapping[Role, int]) -> None:
-        """Ask for so many workers. Those that leave finish what they run.
+        """Ask for this many workers. Those that leave finish what they run.
 
         Raises:
             ConnectorFailed

@@ -152,7 +152,7 @@ class PlannerLoop:
         """Decide once an interval, for as long as the lease is held; wait for it otherwise.
 
         Args:
-            decisions: end after so many; 0: never.
+            decisions: end after this many; 0: never.
 
         Raises:
             NoDecision: ``decisions``, and none was made for ``PATIENCE`` intervals.

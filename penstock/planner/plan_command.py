@@ -175,7 +175,7 @@ async def _run(settings: PlannerSettings, source: LogSource) -> None:
 
 
 async def _until_stopped(loop: PlannerLoop, decisions: int) -> None:
-    """Until SIGTERM or Ctrl-C, or so many decisions; the lease is given up then."""
+    """Until SIGTERM or Ctrl-C, or this many decisions; the lease is given up then."""
     task = asyncio.ensure_future(loop.run(decisions))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)

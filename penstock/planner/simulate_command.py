@@ -116,7 +116,7 @@ class PlanSimulationSettings(RuleSettings, frozen=True, kw_only=True, forbid_unk
     shape: Annotated[Shape, Meta(description="of the load: a day, bursts of two minutes, or always --high")] = "diurnal"
     trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --shape")] = ""
     speed: Annotated[float, Meta(gt=0, description="of a trace: how many times faster it comes")] = 1.0
-    requests: Annotated[int, Meta(ge=0, description="of a trace: the first so many; 0: all")] = 0
+    requests: Annotated[int, Meta(ge=0, description="of a trace: number of first requests; 0: all")] = 0
     seconds: Annotated[float, Meta(gt=0, description="of a shape: its length")] = 3600.0
     low: Annotated[float, Meta(gt=0, description="of a shape: requests per second at its quietest")] = 1.0
     high: Annotated[float, Meta(gt=0, description="of a shape: requests per second at its busiest")] = 10.0

@@ -436,7 +436,7 @@ class HeldOrder(Generic[T]):
                 yield entry
 
     def _leading(self, held: Held[T]) -> int:
-        """At most so many leading blocks of a prompt belong to active requests of a target."""
+        """At most this many leading blocks of a prompt belong to active requests of a target."""
         if not self._tracker.loads.shares_at_most(held.keys, held.leading):
             held.leading = max(self._tracker.loads.prefixes(held.keys).numbers, default=0)
         return held.leading

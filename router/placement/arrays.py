@@ -185,7 +185,7 @@ def costs(
 
 
 POOLS_CACHED = 256  # kinds of requests
-SPARSE = 4  # if fewer than one word of so many has a bit
+SPARSE = 4  # if fewer than one word of this many has a bit
 IDLE = Load()
 _NO_ROWS: Rows = np.zeros(0, np.intp)
 
@@ -277,7 +277,7 @@ class Pool(NamedTuple):
         """False: no target has room for a request, although one takes it once there is.
 
         Args:
-            leading: at most so many leading blocks of it belong to active requests of a target.
+            leading: at most this many leading blocks of it belong to active requests of a target.
             room: as ``ArrayDecisions.room_of`` returned it.
         """
         tokens = request.prompt_tokens + request.resumed_tokens

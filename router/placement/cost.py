@@ -141,7 +141,7 @@ SERVED_COST = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts
 # prefix is computed again: agents in overload would wait 35 % longer.
 MOST_UNCOMPUTED = 2 * PASS_TOKENS
 STAYS = 1 / 2  # of a prompt, at least; the rest is computed in a pass
-# Copying an adapter to the device takes about as long as computing so many tokens of a prompt (``python -m
+# Copying an adapter to the device takes about as long as computing this many tokens of a prompt (``python -m
 # tests.gpu.lora speed``), and may take the slot of one that is asked for next.
 ADAPTER_TOKENS = 512.0
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
@@ -156,7 +156,7 @@ class RequestSize(NamedTuple):
     """
     Attributes:
         tokens: to be in the cache before the first new token.
-        blocks: full blocks of the prompt, at most so many can be reused.
+        blocks: full blocks of the prompt, at most this many can be reused.
         shared: leading blocks that many prompts begin with.
     """
 
@@ -285,7 +285,7 @@ class Scalars:
 
 
 class TargetTerms(NamedTuple):
-    """What the formula takes from a target alone, for any request of so many sequences.
+    """What the formula takes from a target alone, for any request of this many sequences.
 
     Attributes:
         fixed: of the whole request and of its prefill stage.

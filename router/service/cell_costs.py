@@ -33,7 +33,7 @@ log = structlog.get_logger("router")
 PUBLISH_S = 0.02
 REPEAT_S = 1.0  # unchanged loads are published again, for gateways that have just started
 WANTED_S = 3.0  # after a gateway has asked for them; it does every ``ASK_LOADS_S``
-SHARE = 25.0  # of the time, computing loads takes at most one part in so many
+SHARE = 25.0  # of the time, computing loads takes at most one part in this many
 
 
 class CellCosts:

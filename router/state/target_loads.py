@@ -450,7 +450,7 @@ class _Fit:
         self.products = self.products * _FIT_FADE + tokens * seconds
 
     def expected(self, tokens: float) -> float:
-        """Seconds for a prompt with so many tokens to compute, by the mean of all targets."""
+        """Seconds for a prompt with this many tokens to compute, by the mean of all targets."""
         spread = self.count * self.squares - self.tokens * self.tokens
         mean = self.seconds / self.count
         if spread <= 1e-9 * self.squares * self.count:
@@ -496,7 +496,7 @@ class LearnedCosts:
         return 1.0 if abs(slowness - 1) < self._noise else slowness
 
     def expected(self, model: str, tokens: int, least_samples: int) -> float | None:
-        """Seconds that a prompt with so many tokens to compute takes, by the mean of the model's targets.
+        """Seconds that a prompt with this many tokens to compute takes, by the mean of the model's targets.
 
         None: it would rest on fewer samples.
         """

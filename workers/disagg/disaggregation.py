@@ -70,7 +70,7 @@ class DisaggCoordinator:
 
     Args:
         prefixes: of the engine, to read prefixes from other workers, and have them read its own; None: neither.
-        computing_s: how long computing so many tokens of a prompt takes; 0: unknown. For the ledger.
+        computing_s: how long computing this many tokens of a prompt takes; 0: unknown. For the ledger.
     Attributes:
         reader: reads blocks from other workers.
         reserver: sets blocks aside for them.

@@ -142,7 +142,7 @@ class BlockReader:
 
         Args:
             fills: what is copied of sliding-window layers.
-            timeout_s: within so many seconds, if they are less than for handoffs.
+            timeout_s: within this many seconds, if they are less than for handoffs.
             computing_s: what computing them takes, for the ledger; 0: unknown.
 
         Raises:

@@ -116,7 +116,7 @@ MOST_STEP_S = 0.25  # beyond, the process or the device was held up
 
 
 def flush_pause(items: int) -> float:
-    """Seconds from a flush with so many token items to the next."""
+    """Seconds from a flush with this many token items to the next."""
     return min(max(MIN_FLUSH_S, items / ITEMS_PER_S), MAX_FLUSH_S)
 
 

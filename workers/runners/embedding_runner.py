@@ -39,11 +39,11 @@ from penstock.workers.session.requests import RunningRequest, admit
 
 # Waiting inputs that a batch is made of: the oldest ones of each request, as many of one as of another.
 LOOK_AHEAD = 4096
-# Rows may be shorter than the longest by this share, or by so many tokens. 8 instead of 14 % of what is computed for
+# Rows may be shorter than the longest by this share, or by this many tokens. 8 instead of 14 % of what is computed for
 # texts of mixed length is padding (``python -m tests.perf.tuning padding``).
 NEAR_SHARE, NEAR_TOKENS = 0.25, 16
 
-# A request's next slice waits at most for so many times its tokens of shorter ones (and for the slices that wait like
+# A request's next slice waits at most for this many times its tokens of shorter ones (and for the slices that wait like
 # it): large ones progress while short ones keep coming.
 PATIENCE = 64
 STEP_S = 0.1  # of a batch where several inputs fit into it, since whoever comes meanwhile waits for it

@@ -153,7 +153,7 @@ class TokenPace:
                 self._count(running, sequence, now_ns)
 
     def computing_s(self, tokens: int) -> float:
-        """How long so many tokens of a prompt take from its start, by those of the last minute; 0: unknown."""
+        """How long this many tokens of a prompt take from its start, by those of the last minute; 0: unknown."""
         known = self._now.prompt_tokens + self._before.prompt_tokens
         return tokens * (self._now.prompt_s + self._before.prompt_s) / known if known else 0.0
 

@@ -42,7 +42,7 @@ def taken(charges: Mapping[int, int], now_s: int) -> int:
 
 
 def seconds_until(charges: Mapping[int, int], limit: int, units: int, now_s: int) -> int:
-    """After how many seconds so many units can be taken, if nobody takes any meanwhile; 0: now."""
+    """After how many seconds this many units can be taken, if nobody takes any meanwhile; 0: now."""
     excess = taken(charges, now_s) + units - limit
     if excess <= 0:
         return 0
@@ -84,7 +84,7 @@ def charged(charges: Mapping[int, int], now_s: int, units: int, refunds: Mapping
 
 
 def holding(ledger: Ledger, gateway: str, slots: int, now_ns: int) -> dict[str, Holder]:
-    """The holders when this gateway holds so many slots; those whose time is over are left out."""
+    """The holders when this gateway holds this many slots; those whose time is over are left out."""
     holders = {name: each for name, each in ledger.holders.items() if each.until_ns > now_ns and name != gateway}
     return holders | {gateway: Holder(slots, now_ns + HOLD_NS)} if slots else holders
 
@@ -162,7 +162,7 @@ class Account:
         return Reservation(second, parts, 1 if limits.slots else 0)
 
     def has(self, tokens: int, now_ns: int) -> bool:
-        """Whether a request and so many tokens are at hand, apart from a slot."""
+        """Whether a request and this many tokens are at hand, apart from a slot."""
         limits, now_s = self.limits, now_ns // _S
         if limits.requests and not _unspent(self._lots[0], now_s):
             return False

@@ -158,7 +158,7 @@ class Limiter:
                     self._check_free(by, account, Amount(bool(by.requests), bool(by.tokens)))
 
     def settle(self, paid: Paid, used_tokens: int) -> None:
-        """The request has ended; it took so many tokens, its prompt included."""
+        """The request has ended; it took this many tokens, its prompt included."""
         for account, reservation in paid:
             account.settle(reservation, used_tokens, self._clock())
             self._give_up(account)

@@ -117,7 +117,7 @@ class MessagesRequest(SamplingOptions, frozen=True, kw_only=True):
     """POST /v1/messages."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Annotated[Count, Meta(description="at most so many, and no more than the context has room for")]
+    max_tokens: Annotated[Count, Meta(description="most tokens of the answer, within the room in the context")]
     system: str | list[ContentBlock] | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None

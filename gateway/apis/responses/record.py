@@ -155,7 +155,7 @@ def item_id(request_id: str, kind: str, index: int) -> str:
 def check_turns(count: int) -> None:
     """
     Raises:
-        ServingError: a conversation of so many responses cannot be continued.
+        ServingError: a conversation of this many responses cannot be continued.
     """
     if count > MAX_TURNS:
         raise invalid(

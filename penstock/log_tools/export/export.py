@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
         "--media-bytes",
         default="256MiB",
         metavar="SIZE",
-        help="images of the requests, up to so many bytes together; 0: none (default: %(default)s)",
+        help="most bytes of the requests' images together; 0: none (default: %(default)s)",
     )
     parser.add_argument("--redact", action="store_true", help="placeholders of the same length for tokens and text")
     parser.add_argument(

@@ -271,7 +271,7 @@ class Changes(NamedTuple):
 
     Attributes:
         values: by name of a field of ``Sampling`` or ``Stop``, or one of n, priority, worker, user, salt.
-        logprobs: at least so many per token, so that margins are known; 0: as recorded.
+        logprobs: at least this many per token, so that margins are known; 0: as recorded.
     """
 
     model: str = ""

@@ -226,7 +226,7 @@ async def replay_over_nats(
     async with _target(args, cell, log) as (there, number):
         missing = await move_media(log.bus, there.bus, runs, _keep_s(runs, speed, args.timeout_s))
         if missing:
-            skipped["with images that are gone: deployments keep them for 2 h, exports for good"] += len(missing)
+            skipped["with images that are gone: deployments keep them for 2 h, exports forever"] += len(missing)
             runs = [run for run in runs if run.id not in missing]
             if not runs:
                 raise ValueError("no recorded request can run again: the images of all are gone")

@@ -78,7 +78,7 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
     workload: Annotated[tuple[WorkloadName, ...], Meta(description="shapes of requests to generate")] = ("chat",)
     trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --workload")] = ""
     tenants: Annotated[
-        int, Meta(ge=0, description="of a trace: deal its conversations to so many tenants, most to the first; 0: one")
+        int, Meta(ge=0, description="of a trace: tenants to divide its conversations among, most to the first; 0: one")
     ] = 0
     prefix_ratios: Annotated[
         tuple[Annotated[float, Meta(ge=0, le=1)], ...],

@@ -45,7 +45,7 @@ class GpuFigures(Struct, frozen=True, kw_only=True):
     link_gb_s: float
 
     def tflops(self, bits: float) -> float:
-        """Of products of weights with so many bits."""
+        """Of products of weights with this many bits."""
         if bits < 8:
             return self.fp4_tflops or self.fp8_tflops or self.bf16_tflops
         return self.fp8_tflops or self.bf16_tflops if bits < 16 else self.bf16_tflops
@@ -196,7 +196,7 @@ class RooflineEngine(Struct, frozen=True):
             return total_ms
         if not experts.per_token:
             raise UnknownShape("config.json has no num_experts_per_tok: how many experts compute a token is unknown")
-        # Rows choose experts at random: of so many rows this share of the experts is chosen by at least one.
+        # Rows choose experts at random: of this many rows this share of the experts is chosen by at least one.
         chosen = 1 - (1 - experts.per_token / experts.count) ** all_rows
         read = experts.layers * experts.count * chosen * experts.parameters / mapping.tp
         used = experts.layers * experts.per_token * experts.parameters * all_rows / mapping.tp

@@ -29,7 +29,7 @@ NEARLY = 0.95
 _LARGEST = 8  # workers of a pool, unless a rate is asked for
 _STEPS = 24
 
-# Requests per second that so many workers of the configuration with a number serve.
+# Requests per second that this many workers of the configuration with a number serve.
 Rate = Callable[[Role, int, int], float]
 
 

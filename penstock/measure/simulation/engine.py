@@ -55,7 +55,7 @@ def decode_ns(context_tokens: int, pool_tokens: int) -> int:
 
 
 class MockTimes:
-    """The mock's, for a pool of so many tokens."""
+    """The mock's, for a pool of this many tokens."""
 
     def __init__(self, pool_tokens: int) -> None:
         self._pool_tokens = pool_tokens

@@ -53,7 +53,7 @@ class Abilities(Struct, frozen=True, kw_only=True):
         return body
 
     def length(self, osl: int) -> dict[str, Any]:
-        """The fields of a body that request so many tokens."""
+        """The fields of a body that request this many tokens."""
         return {self.limit: osl} | ({"min_tokens": osl} if self.exact == "min_tokens" else {})
 
 

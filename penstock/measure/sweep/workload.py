@@ -1,6 +1,6 @@
 """What a sweep sends: lengths in tokens, what prompts share, images, and at which levels of load.
 
-Text that is exactly so many tokens long for one tokenizer.
+Text that is exactly this many tokens long for one tokenizer.
 
 Words that follow a space are split off before merging by nearly all tokenizers, so the tokens of " one two" are those
 of " one" and those of " two". Whether that holds is tried once; where it does not, each text is counted and corrected.
@@ -291,17 +291,17 @@ class TokenText:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, rng: Random, tokens: int) -> str:
-        """Random words of so many tokens, each after a space."""
+        """Random words of this many tokens, each after a space."""
         text = "".join(self._drawn(rng, tokens))
         return text if self._adds_up else self.corrected("", text, tokens, rng)
 
     def after(self, prefix: str, rng: Random, prefix_tokens: int, tokens: int) -> str:
-        """A text that begins with ``prefix``, of so many tokens in all."""
+        """A text that begins with ``prefix``, of this many tokens in all."""
         text = "".join(self._drawn(rng, tokens - prefix_tokens))
         return prefix + text if self._adds_up else self.corrected(prefix, text, tokens, rng)
 
     def corrected(self, prefix: str, text: str, tokens: int, rng: Random) -> str:
-        """``prefix + text`` with words added or taken off at its end until it has so many tokens, or nearly."""
+        """``prefix + text`` with words added or taken off at its end until it has this many tokens, or nearly."""
         for _ in range(_TRIES):
             missing = tokens - self.count(prefix + text)
             if missing == 0:

@@ -47,7 +47,7 @@ class EmbeddingEngine(Protocol):
         model takes, those of its beginning.
 
         Args:
-            longest: longer texts are cut to so many tokens; 0: none is.
+            longest: longer texts are cut to this many tokens; 0: none is.
         """
 
     def tokenize_pairs(self, query: str, texts: Sequence[str], longest: int = 0, document: int = 0) -> list[TokenIds]:
@@ -86,7 +86,7 @@ def pair_tokens(
     Args:
         limit: tokens that the model takes. Of a text with far more, only the beginning is read.
         longest: the longer text of a longer pair is cut (transformers' "longest_first"); 0: none is.
-        document: texts are cut to so many tokens before they meet the query; 0: they are not.
+        document: texts are cut to this many tokens before they meet the query; 0: they are not.
     """
     ((head, first),) = _beginnings(tokenizer, [query], limit, special=False)
     room = max(0, longest - tokenizer.num_special_tokens_to_add(is_pair=True))

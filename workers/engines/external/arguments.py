@@ -66,7 +66,7 @@ def event_publisher(settings: WorkerSettings, events: str, replay: str) -> Tree 
 
 
 def uneven(ranks: int, nodes: int) -> list[str]:
-    """Why ranks cannot be shared by so many machines; empty: they can."""
+    """Why ranks cannot be shared by this many machines; empty: they can."""
     return [f"--nodes {nodes}: the engine's {ranks} ranks (TP x PP) cannot be shared evenly by them"] * (
         ranks % nodes > 0
     )

@@ -242,7 +242,7 @@ class MockExecutor:
     Args:
         capacity: of the KV pool, tokens.
         speedup: how many times faster than a GPU a step is; 0: it takes no time.
-        sleep: waits so many seconds.
+        sleep: waits this many seconds.
         blocks: memory that is read and written as a model's would be; None: there is none.
         encoder: of images; owned by the engine.
         closing: see ``ConstrainedDraws``.

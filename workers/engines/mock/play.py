@@ -56,7 +56,7 @@ class Player:
     """
     Args:
         speedup: how many times faster than recorded; 0: without waiting.
-        sleep: waits so many seconds.
+        sleep: waits this many seconds.
     """
 
     def __init__(

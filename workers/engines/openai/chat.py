@@ -39,7 +39,7 @@ CONTROL = "\x10"  # part of every mark
 assert all(CONTROL in mark for mark in (THINK, THOUGHT, CALL, CALLED, HEAD))
 
 MOST_COUNT = 1 << 31  # tokens that a server may say it counted
-# An answer ends here when it has so many times the tokens that were asked for, and these: a server that keeps the limit
+# An answer ends here when it has this many times the requested tokens, and these: a server that keeps the limit
 # has a tokenizer of its own, whose tokens may be longer.
 TIMES, BESIDE = 16, 4096
 

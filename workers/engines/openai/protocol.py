@@ -243,7 +243,7 @@ class CompletionReader:
 
 
 START = 4  # sequences that a server gets at once before anything is known of it
-LATE, LATE_S = 3.0, 0.5  # a first token is late that takes so many times as long as it may, and so much longer
+LATE, LATE_S = 3.0, 0.5  # a first token is late that takes this many times as long as it may, and so much longer
 SEEN = 8  # first tokens after which a usual time is known
 FORGETS = 0.01  # of the difference, with each first token: how fast a usual time follows a server that got slower
 LESS_LATE = 0.8  # of the window are left when first tokens are late; when the server refuses, half
@@ -266,7 +266,7 @@ class UsualTimes:
 class ConcurrencyWindow:
     """How many sequences a server gets at once, as its answers teach: additive increase, multiplicative decrease.
 
-    It doubles until the server is overloaded for the first time, then grows by one for each so many first tokens. Only
+    It doubles until the server is overloaded for the first time, then grows by one per this many first tokens. Only
     a full window grows: what is not used shows nothing. It shrinks when the server refuses (to half), and when first
     tokens are late (to ``LESS_LATE``), once for all that was on its way by then.
 

@@ -112,7 +112,7 @@ def tile_rows(rows: int) -> int:
 
 
 def most_tiles(rows: int, slots: int) -> int:
-    """RowTiles that so many rows need, whatever slots they use."""
+    """RowTiles that this many rows need, whatever slots they use."""
     return min(rows, -(-rows // tile_rows(rows)) + slots)
 
 
@@ -160,7 +160,7 @@ class CudaAdapters(TorchAdapters):
         self._tiles_offset = offset + -(-most_rows // 16) * 16
 
     def fix(self, size: int, *, active: bool) -> None:
-        """Compute the next batches with the inputs of graphs of so many rows."""
+        """Compute the next batches with the inputs of graphs of this many rows."""
         self.active = active
         count = most_tiles(size, self._slots)
         order = self._upload.device[self._offset : self._offset + size]

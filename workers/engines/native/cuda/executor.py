@@ -466,7 +466,7 @@ class CudaExecutor:
         return self._drawn(logits, packed, targets, parameters, drawn=sampled_rows)
 
     def _replay_prompts(self, packed: Packed, changes: tuple[list[int], list[int]], size: int) -> Pending | LateStep:
-        """Compute a step with short prompts by the graph of so many rows."""
+        """Compute a step with short prompts by the graph of this many rows."""
         upload, draws = self._upload, packed.draws
         upload.begin()
         self._prompt_graphs.put(packed, size)

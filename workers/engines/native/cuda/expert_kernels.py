@@ -30,7 +30,7 @@ def route(
     SCORE: SOFTMAX of all logits; CHOSEN: softmax of the chosen ones' logits; SIGMOID; SPARSE: of each chosen one among
         those left whose logits are near its own (PhiMoE's sparse mixer; ``jitter``).
     CORRECTED: ``correction`` is added to scores for the choice, not for the factors.
-    GROUPS: experts are in so many groups, and only KEPT of them are chosen from: those with the largest sums of their
+    GROUPS: experts are in this many groups, and only KEPT of them are chosen from: those with the largest sums of their
         BEST (1 or 2) largest scores.
     ROUNDED: logits are rounded to the dtype of ``x`` first.
     """

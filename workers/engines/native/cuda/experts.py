@@ -86,7 +86,7 @@ NARROW = {  # of both, with weights of 8 bits
 
 
 def shapes(kind: int, most: int, dtype: torch.dtype) -> tuple[ExpertsShape, ExpertsShape]:
-    """How the products of gate and up, and of down, are computed, with so many rows per tile."""
+    """How the products of gate and up, and of down, are computed, with this many rows per tile."""
     if dtype == torch.float32:
         return FLOAT32, FLOAT32
     up, down = {expert_kernels.MXFP4: (PACKED_UP, PACKED_DOWN), expert_kernels.NARROW: (NARROW, NARROW)}.get(
@@ -258,7 +258,7 @@ class Pairs(NamedTuple):
 
 
 def collected(ids: Tensor, experts: int) -> Pairs:
-    """The pairs of each of so many experts."""
+    """The pairs of each of this many experts."""
     count, device = len(ids), ids.device
     if count == 1:
         return Pairs(ids, ids, ids)
@@ -400,7 +400,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 def router_for(
     module: Any, experts: int, inner: int, dtype: torch.dtype, generator: torch.Generator
 ) -> ExpertRouter | None:
-    """What replaces the router of so many experts with inputs (rows, inner); None: nothing chooses the same."""
+    """What replaces the router of this many experts with inputs (rows, inner); None: nothing chooses the same."""
     weights = [each for each in module.parameters() if each.shape == (experts, inner)]
     top = getattr(module, "top_k", 0)
     if len(weights) != 1 or not isinstance(top, int) or not 0 < top <= min(experts, MOST_CHOSEN):

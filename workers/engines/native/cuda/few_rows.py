@@ -30,7 +30,7 @@ class FewRowsShape(NamedTuple):
 
 
 def shape_for(rows: int, columns: int, inner: int) -> FewRowsShape | None:
-    """How to compute a product of so many rows; None: by torch. Measured by ``tests.gpu.times``.
+    """How to compute a product of this many rows; None: by torch. Measured by ``tests.gpu.times``.
 
     Args:
         columns, inner: of the layer's weight.

@@ -26,7 +26,7 @@ FILLED = 0.8  # share of the padded rows that a prompt must fill to be one of se
 TOGETHER = 16  # prompts in one call, at most
 LARGE = 64 << 20  # weights of a layer from which on its products take longer than launching calls for short prompts
 LONG_BEHIND = 1024  # likewise for a chunk behind other tokens,
-BEHIND_WORK = 16 << 20  # if it has so many pairs of a query and a key: two calls and a merge cost more than one
+BEHIND_WORK = 16 << 20  # if it has this many pairs of a query and a key: two calls and a merge cost more than one
 
 
 class PromptChunk(NamedTuple):

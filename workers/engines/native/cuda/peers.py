@@ -195,7 +195,7 @@ def memory_bytes(size: int, rows: int, row_bytes: int) -> int:
 def connect(
     group: RankGroup, columns: int, dtype: torch.dtype, device: torch.device, most_bytes: int = 0
 ) -> PeerSums | None:
-    """Sums of rows of so many values; None, on all ranks: NCCL is to compute them. All ranks call it together.
+    """Sums of rows of this many values; None, on all ranks: NCCL is to compute them. All ranks call it together.
 
     Args:
         most_bytes: of a sum; 0: as long as it is faster than NCCL's.

@@ -44,7 +44,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 class CannotSplit(Exception):
-    """A model cannot be split, or not over so many ranks."""
+    """A model cannot be split, or not over this many ranks."""
 
 
 class Peers(Protocol):
@@ -232,7 +232,7 @@ def split(model: Any, group: RankGroup) -> None:
     """Keep of a loaded model what one rank computes.
 
     Raises:
-        CannotSplit: it cannot be split, or not over so many ranks.
+        CannotSplit: it cannot be split, or not over this many ranks.
     """
     name = type(model).__name__
     plan = _PLANS.get(model.config.model_type) or dict(getattr(model, "tp_plan", None) or {})
@@ -311,7 +311,7 @@ def _head_rows(parent: Any, name: str) -> int:
 
 
 def _of_rank(data: Tensor, dim: int, count: int, group: RankGroup) -> Tensor:
-    """This rank's part, if each has so many along a dimension."""
+    """This rank's part, if each has this many along a dimension."""
     return data.narrow(dim, group.rank * count, count)
 
 
