@@ -103,7 +103,7 @@ class KeyTable:
                 self._on_confirmed()
 
     def _forget(self) -> None:
-        """The bucket was made anew: a key that it does not have is valid no longer."""
+        """The bucket was recreated: a key that is not in it is no longer valid."""
         names = [*self.keys, *self.unreadable]
         self.keys.clear()
         self.unreadable.clear()

@@ -124,7 +124,7 @@ class CatchUp:
             running.remove(inflight)
 
     def start_over(self) -> None:
-        """The stream was made anew."""
+        """The stream was recreated."""
         for running in self._passes:
             running.seq, running.last = 0, None
 

@@ -1,7 +1,7 @@
 """How models that see at any resolution cut images and videos, and how many embeddings that makes. Pure.
 
 Qwen2-VL and Qwen2.5-VL keep an image's shape: it is resized to multiples of a few patches, within a number of pixels,
-and each square of merged patches becomes one embedding. Of a video, frames are sampled evenly; so many neighbouring
+and each square of merged patches becomes one embedding. Of a video, frames are sampled evenly; this many neighbouring
 ones are one step in time. The rules are those of transformers' Qwen2VLImageProcessor and Qwen2VLVideoProcessor.
 
 LLaVA-NeXT (LLaVA 1.6) sees each image twice: whole, at the size of one tile, and on the canvas of several tiles that

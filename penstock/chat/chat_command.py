@@ -115,9 +115,9 @@ HELP = """\
 /retry           ask the last question again
 /undo            take back the last question and its answer
 /save FILE       write the conversation to a file
-/load FILE       go on with a saved conversation
+/load FILE       continue a saved conversation
 /quit            end; Ctrl-D does too
-A line that ends in \\ goes on in the next one. Ctrl-C ends an answer."""
+A line that ends in \\ continues in the next one. Ctrl-C ends an answer."""
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 
 
