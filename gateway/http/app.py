@@ -617,7 +617,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return _refusal(request, no_endpoint(method, path), 404)
     allowed = (error.headers or {}).get("Allow", "")
-    why = f"{method} is no method of {path}; use {allowed}" if allowed else f"{method} {path}: {error.detail}"
+    why = f"{path} does not support {method}; use {allowed}" if allowed else f"{method} {path}: {error.detail}"
     refused = ServingError(Code.invalid_request, f"{why} (see /docs)")
     return _refusal(request, refused, error.status_code, error.headers)
 

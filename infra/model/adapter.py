@@ -172,7 +172,7 @@ def _modules(path: Path, rank: int) -> dict[str, Matrices]:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             if size > MAX_HEADER_BYTES:
-                raise AdapterError(f"{file} is no file of safetensors, or is damaged; copy it again")
+                raise AdapterError(f"{file} is not a safetensors file, or is damaged; copy it again")
             described = msgspec.json.decode(opened.read(size), type=dict[str, dict[str, Any]])
         described.pop("__metadata__", None)
         shapes = {name: msgspec.convert(tensor.get("shape"), list[int]) for name, tensor in described.items()}
@@ -184,7 +184,7 @@ def _modules(path: Path, rank: int) -> dict[str, Matrices]:
     for name, shape in shapes.items():
         match = _MATRIX.fullmatch(name)
         if match is None:
-            raise AdapterError(f"{file} has {name!r}, which is no matrix of a LoRA adapter for linear layers")
+            raise AdapterError(f"{file} has {name!r}, which is not a matrix of a LoRA adapter for linear layers")
         found.setdefault(match[1], {})[match[2]] = (name, shape)
     if not found:
         raise AdapterError(f"{file} has no matrices")

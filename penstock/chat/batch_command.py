@@ -190,7 +190,7 @@ def _endpoint(content: bytes, path: Path) -> str:
     try:
         return str(msgspec.json.decode(first)["url"])
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: the first line is no request with a url: {error}") from error
+        raise ValueError(f"{path}: the first line is not a request with a url: {error}") from error
 
 
 def _wait(client: BatchApi, name: str) -> dict[str, Any]:

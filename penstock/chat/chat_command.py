@@ -410,7 +410,7 @@ def _extra(args: argparse.Namespace) -> dict[str, Any]:
         except OSError as error:
             raise ValueError(f"--tools {args.tools}: {error.strerror or error}") from error
         except msgspec.MsgspecError as error:
-            raise ValueError(f"--tools {args.tools} is no JSON list of tools: {error}") from error
+            raise ValueError(f"--tools {args.tools} is not a JSON list of tools: {error}") from error
     return extra
 
 

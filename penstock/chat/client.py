@@ -129,7 +129,7 @@ class StreamedAnswer:
         try:
             chunk = _read_chunk(payload)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"the answer is no stream of chat completion chunks: {error}") from error
+            raise ValueError(f"the answer is not a stream of chat completion chunks: {error}") from error
         if chunk.error is not None:
             raise ValueError(chunk.error.message or "the server ended the answer with an error")
         self.request_id = chunk.id.removeprefix("chatcmpl-") or self.request_id
@@ -333,7 +333,7 @@ class ChatClient:
         try:
             return [str(each["id"]) for each in msgspec.json.decode(response.content)["data"]]
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._base} is no OpenAI-compatible server: /v1/models is not a list") from error
+            raise ValueError(f"{self._base} is not an OpenAI-compatible server: /v1/models is not a list") from error
 
     async def ask(self, body: dict[str, Any], answer: StreamedAnswer) -> AsyncGenerator[AnswerDelta]:
         """Ask for a chat completion; ``answer`` grows with what is yielded.

@@ -176,7 +176,7 @@ def _several(
             fix = "name each with --model NAME=FOLDER" if field == "served_model_name" else "leave it out"
             raise PlanError(f"--{field.replace('_', '-')} is for one model, and --model names {len(up.model)}: {fix}")
     if up.embed and not up.embed_model:
-        raise PlanError("--embed with several models needs --embed-model: which of them makes vectors?")
+        raise PlanError("--embed with several models needs --embed-model, the one that computes vectors")
     named = [modeldir.split_name(each) for each in up.model]
     names = [(*served_names(name), modeldir.name_of(Path(folder).expanduser()))[0] for name, folder in named]
     stems = [_SLUG.sub("-", name.rpartition("/")[2].lower()).strip("-") or "model" for name in names]

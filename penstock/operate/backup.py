@@ -264,7 +264,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise ValueError(f"{folder} is no whole backup: it has no {MANIFEST}, which is written last") from None
+        raise ValueError(f"{folder} is not a complete backup: it has no {MANIFEST}, which is written last") from None
     except msgspec.MsgspecError as error:
         raise ValueError(f"{folder / MANIFEST} is damaged: {error}") from error
     if manifest.form != FORM:

@@ -97,7 +97,7 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
             _print(result, console)
         wrong += [check.router for check in result.routers if check.checksum != check.expected]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} has another index than the KV stream leads to")
+        raise ValueError(f"the index of {', '.join(wrong)} differs from the KV stream")
     if len(empty) == len(cells):
         raise empty[0]
 

@@ -152,7 +152,7 @@ def _roles(named: Sequence[str]) -> tuple[str, ...]:
     if unknown := [role for role in named if role not in (*EVERY, ROUTE)]:
         raise ValueError(f"no role {unknown[0]!r}; the roles are {', '.join(EVERY)}, {ROUTE}")
     if ROUTE in named and len(named) > 1:
-        raise ValueError(f"{ROUTE}: name it alone; it takes restarts of the servers, and the others a reload")
+        raise ValueError(f"{ROUTE}: change it alone; it needs restarts of the servers, the others only a reload")
     return tuple(named) or tuple(role for role in EVERY if role not in NAMED)
 
 

@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
             name = check_name(args.name) if "name" in args else ""
             if name == DEFAULT_TENANT:
                 where = "credentials are" if place.own else "clients use client_nats_url of state.json;"
-                raise ValueError(f"{DEFAULT_TENANT!r} is always there: its {where} in the data folder")
+                raise ValueError(f"{DEFAULT_TENANT!r} always exists: its {where} in the data folder")
             asyncio.run(_do(place, name, args))
     except (BrokerProblem, ValueError, OSError) as error:
         return fail("tenants", error)

@@ -410,7 +410,7 @@ async def test_what_is_no_cluster_has_no_password_among_servers(
     assert await ran("passwords", "rotate", "route", "--data-dir", str(server.data_dir)) == 1
     assert "route is for the servers of a cluster" in capsys.readouterr().err
     assert await ran("passwords", "rotate", "route", "sys", "--data-dir", str(server.data_dir)) == 1
-    assert "route: name it alone" in capsys.readouterr().err
+    assert "route: change it alone" in capsys.readouterr().err
 
 
 def test_a_new_password_without_a_time_for_both_ends_every_earlier_one() -> None:

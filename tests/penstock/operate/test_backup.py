@@ -126,7 +126,7 @@ async def test_a_damaged_or_unfinished_backup_is_refused_before_anything_is_made
     assert f"{file} is damaged" in await ran(capsys, *to_other, status=1)
     file.write_bytes(whole)
     (folder / "backup.json").rename(folder / "aside.json")
-    assert "is no whole backup" in await ran(capsys, *to_other, status=1)
+    assert "is not a complete backup" in await ran(capsys, *to_other, status=1)
     (folder / "aside.json").rename(folder / "backup.json")
     await ran(capsys, *to_other)
 

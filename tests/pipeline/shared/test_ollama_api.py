@@ -80,4 +80,4 @@ async def test_errors_have_ollamas_form(http: httpx.AsyncClient) -> None:
         answer = await http.post(path, json=body)
         assert (answer.status_code, set(answer.json())) == (status, {"error"}), path
         assert named in answer.json()["error"]
-    assert (await http.get("/api/chat")).json()["error"].startswith("GET is no method")
+    assert (await http.get("/api/chat")).json()["error"].startswith("/api/chat does not support GET")

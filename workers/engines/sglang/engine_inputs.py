@@ -216,7 +216,7 @@ def meeting(request: SequenceRequest, info: EngineInfo, options: SglangOptions, 
             raise ValueError("this worker computes prompts for decode workers only")
         return room(options.address, request.handoff, request.choice, _rank(request, info))
     if not request.opaque:
-        raise ValueError("this worker generates behind prompts of prefill workers only")
+        raise ValueError("this worker only continues prompts of prefill workers")
     found = unpack(request.opaque, options.layout, [*request.prompt, *request.generated], request.choice)
     if not consumed.claim(found):
         raise ValueError("it was used before")

@@ -247,7 +247,7 @@ def _take_over(
     """``kv_transfer_params`` for another engine's KV; None: it cannot be taken over, so the prompt is computed here."""
     try:
         if not options.layout:
-            raise ValueError("this worker takes no KV over; start it with --role decode")
+            raise ValueError("this worker does not accept KV; start it with --role decode")
         if not request.generated:
             raise ValueError("the prefill engine's token is missing")
         params = unpack(request.opaque, options.layout, tokens)
