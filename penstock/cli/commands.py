@@ -392,7 +392,7 @@ def _run(args: list[str]) -> int:
 
     for variable, near in unknown_variables(os.environ).items():
         hint = f": did you mean {near}?" if near else ""
-        print(f"penstock {name}: warning: {variable} is no setting, and is ignored{hint}", file=sys.stderr)
+        print(f"penstock {name}: warning: {variable} is not a setting, and is ignored{hint}", file=sys.stderr)
     kind = _settings_of(command)
     return run(parse(kind, arguments, prog=f"penstock {name}", about=command.about)) or 0
 

@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     deadline = time.monotonic() + args.wait_s
     while (problem := problem_at(url, args.timeout_s, args.workers)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    print(f"{args.role}: {problem or 'well'}", file=sys.stderr if problem else sys.stdout)
+    print(f"{args.role}: {problem or 'healthy'}", file=sys.stderr if problem else sys.stdout)
     return ILL if problem else OK
 
 

@@ -382,7 +382,7 @@ def run(settings: EndpointProfileSettings) -> int:
     if profile.warnings:
         print(f"warnings: {len(profile.warnings)}, listed in {folder / FILE}", file=sys.stderr)
     if left:
-        print(f"{left} points were not begun within {settings.max_s:g} s; the same command goes on", file=sys.stderr)
+        print(f"{left} points were not begun within {settings.max_s:g} s; the same command continues", file=sys.stderr)
     return 1 if left else 0
 
 

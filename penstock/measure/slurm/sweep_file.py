@@ -186,7 +186,7 @@ def _wrong_cluster(sweep: SweepFile) -> list[str]:
     if not _LINE.fullmatch(sweep.out):
         problems.append("out: one line is expected")
     problems += [
-        f"environment: {key!r} is not the name of a variable" for key in sweep.environment if not _VARIABLE.fullmatch(key)
+        f"environment: {key!r} is not a variable name" for key in sweep.environment if not _VARIABLE.fullmatch(key)
     ]
     for key, values in (lines | {"gres": (cluster.gres,), "options": cluster.options}).items():
         problems += [f"slurm.{key}: one line is expected" for each in values if not _LINE.fullmatch(each)]

@@ -69,7 +69,7 @@ def test_a_name_tells_the_point_and_words_choose_points() -> None:
         (("--qos=high", "qos=high"), "write each as --NAME=VALUE"),
         (("partition: batch", 'partition: "a\\nb"'), "slurm.partition: one line"),
         (("gpu: GB200", 'gpu: GB200\nout: "a\\nrm -r b"'), "out: one line"),
-        (("gpu: GB200", 'gpu: GB200\nenvironment: {"A;rm -r b": x}'), "'A;rm -r b' is not the name of a variable"),
+        (("gpu: GB200", 'gpu: GB200\nenvironment: {"A;rm -r b": x}'), "'A;rm -r b' is not a variable name"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named(change: tuple[str, str], said: str) -> None:
