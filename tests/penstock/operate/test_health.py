@@ -57,7 +57,7 @@ def test_a_role_is_asked_at_the_port_it_was_started_with(
 ) -> None:
     monkeypatch.setenv(variable, str(port))
     assert run([role]) == 0
-    assert capsys.readouterr().out == f"{role}: well\n"
+    assert capsys.readouterr().out == f"{role}: healthy\n"
     monkeypatch.setenv(variable, str(free_port()))
     assert run([role]) == 1
     assert f"{role}: no answer from 127.0.0.1:" in capsys.readouterr().err
