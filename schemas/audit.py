@@ -1,7 +1,7 @@
-"""Entries of the audit log: who changed what, or read what. Subject: ``<namespace>.audit.<user>``.
+"""Entries of the audit log: who changed or read something. Subject: ``<namespace>.audit.<user>``.
 
-The broker lets each user publish below its own name only, so the subject proves who wrote an entry. Routers write what
-the broker tells them of others: such an entry has a ``user`` of its own.
+The broker lets each user publish under its own name only, so the subject proves who wrote an entry. Routers also write
+the broker's reports about other users: such an entry names the other user in ``user``.
 """
 
 import re
@@ -10,25 +10,25 @@ import msgspec
 
 from penstock.schemas.wire import decoder
 
-# A gateway knows that there were API keys, and the broker has none: the action of an entry of its own.
+# The action of an entry by a gateway that knew of API keys when the broker has none.
 KEYS_LOST = "keys lost"
 
 
-PUBLIC_KEY = re.compile("U[A-Z2-7]{55}")  # as whom the broker knows a user who logs in by an nkey or a JWT
+PUBLIC_KEY = re.compile("U[A-Z2-7]{55}")  # the broker's name of a user that logs in by an nkey or a JWT
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """
     Attributes:
         action: "keys create", "drain", "read", ...; "api": a request to JetStream; "stored": an entry of a bucket.
-        what: what it was done to: a key, a tenant, a worker, a stream, a path.
-        detail: how it was changed.
-        by: person and machine, as the command says it.
-        key: prefix of the API key, of requests over HTTP.
-        user: of the connection, as the broker says it to the router that wrote this; "": the subject has the user.
-        connection: its name, host and number, likewise.
-        count: how often, within a second.
-        error: why it failed; "": it did not, or was only begun.
+        what: its object: a key, a tenant, a worker, a stream, a path.
+        detail: the change, with values before and after.
+        by: person and machine, as reported by the command.
+        key: for requests over HTTP, the prefix of the API key.
+        user: user of the connection, as reported by the broker to a router; "": the subject has the user.
+        connection: name, host and number of the connection, also as reported by the broker.
+        count: number of equal actions within a second.
+        error: the reason of a failure; "": it succeeded, or has only started.
     """
 
     action: str

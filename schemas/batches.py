@@ -1,9 +1,9 @@
-"""Files and batches of requests, as gateways share them.
+"""Files and batches of requests, shared by all gateways.
 
 Keys of the ``batches`` bucket are ``<tenant>.<id>``; a value is a ``StoredFile`` or a ``Batch``. The contents of files
 are objects under the same names, in an object store of the same name.
 
-``<namespace>.batches.<tenant>.<batch>`` is the log of one batch: which request runs for which line, and its result.
+``<namespace>.batches.<tenant>.<batch>`` is the log of one batch: the request of each line, and its result.
 Only the gateway that opened the log last appends to it: each message names the sequence of the one before.
 """
 
@@ -13,13 +13,13 @@ import msgspec
 
 from penstock.schemas.wire import decoder
 
-FILE, BATCH = "file-", "batch_"  # how ids begin
+FILE, BATCH = "file-", "batch_"  # prefixes of ids
 DAY_S = 86_400
 LONGEST_S = 30 * DAY_S  # a batch may run, and a file be kept
 
 
 class BatchStatus(enum.StrEnum):
-    """As OpenAI names them."""
+    """OpenAI's names."""
 
     validating = "validating"
     in_progress = "in_progress"
@@ -41,8 +41,8 @@ _ENDED = frozenset({BatchStatus.completed, BatchStatus.failed, BatchStatus.expir
 class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True, tag="file"):
     """
     Attributes:
-        size: of the content, in bytes.
-        expires_ns: when it is discarded, Unix time.
+        size: bytes of the content.
+        expires_ns: Unix time at which it is discarded.
     """
 
     id: str
@@ -55,7 +55,7 @@ class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True, tag="file"):
 
 
 class LineError(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why the input of a batch cannot be run. ``line``: from 1 on; 0: of no line."""
+    """Why the input of a batch cannot be run. ``line``: counted from 1; 0: the error is not in a line."""
 
     code: str
     message: str
@@ -68,12 +68,12 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True, tag="batch"):
     Attributes:
         endpoint: path of the requests.
         window: as the client gave it, such as "24h".
-        expires_ns: what has no result by then gets none, Unix time.
-        keep_s: how long its output is kept after it was made.
+        expires_ns: Unix time after which lines get no more results.
+        keep_s: seconds for which its output is kept.
         key: id of the API key that made it; "": none.
         driver: the gateway that runs it; "": any may take it.
-        times: when it entered each status, Unix time.
-        unanswered: of ``failed``, lines that had no result when it ended.
+        times: Unix time at which it entered each status.
+        unanswered: number of ``failed`` lines that had no result when it ended.
     """
 
     id: str
@@ -99,13 +99,13 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True, tag="batch"):
 
 
 class BatchOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """This gateway drives the batch from here on."""
+    """This gateway drives the batch from now on."""
 
     driver: str
 
 
 class BatchTaken(msgspec.Struct, frozen=True, tag="taken"):
-    """Requests that are about to be accepted: lines, from 0 on, with ids. Of several of a line the last counts."""
+    """Requests that are about to be submitted: lines, counted from 0, with ids. The last id of a line counts."""
 
     lines: tuple[tuple[int, str], ...]
 
@@ -119,7 +119,7 @@ class LineResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchResults(msgspec.Struct, frozen=True, tag="ended"):
-    """Results. Of several of a line the first counts."""
+    """Results of lines. The first result of a line counts."""
 
     results: tuple[LineResult, ...]
 

@@ -30,9 +30,9 @@ def root(revision: str, lora: str = "", salt: str = "") -> bytes:
 
 
 def tenant_salt(tenant: str, chosen: str) -> str:
-    """The salt of a tenant's requests for which a client chose this one; no two (tenant, chosen) have the same.
+    """The salt of a tenant's requests with a client's ``cache_salt``; unique for each (tenant, chosen).
 
-    That of the default tenant is what was chosen, unless it could be another tenant's.
+    For the default tenant it is the chosen salt itself, unless that could be another tenant's.
     """
     if tenant == DEFAULT_TENANT and not chosen.startswith(_OF_TENANT):
         return chosen

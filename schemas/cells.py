@@ -1,7 +1,7 @@
-"""What routers and gateways tell each other so that a request runs in the cell that suits it. Never stored.
+"""Messages between routers and gateways about the loads of cells and the choice of a cell. Never stored.
 
-A router that cannot place what it holds asks a gateway, which sees all cells, for others that have room. What it then
-gives to another cell, it stores in WORK as a job, at a role and under the name of that cell instead of a worker's.
+A router that cannot place its held requests asks a gateway, which sees all cells, for cells with room. It passes a
+request to another cell by a job in WORK, addressed to the role ``cell`` and the name of that cell.
 """
 
 import re
@@ -10,25 +10,25 @@ import msgspec
 
 from penstock.schemas.wire import decoder
 
-# What a request costs at a worker: ``penstock.router.placement.cost`` has the formula and the letters. Gateways
-# estimate it by the same figures, from the loads below.
+# Constants of a request's cost at a worker: ``penstock.router.placement.cost`` has the formula and the letters.
+# Gateways estimate costs with the same constants, from the loads below.
 OWN_WORK = 2.0
 HELD_UP = 1 / 40  # of each sequence: with 1 / 64 answers at the knee take 5 % longer, with 1 / 32 the p99 is 5 % higher
 HELD_UP_COMPUTING = 1 / 8  # of each that is not computed; many of them are in the running pass, where u delays none
-MOST_HELD_UP = 2.5  # of all these: a higher end lengthens the p99, a lower one the mean
+MOST_HELD_UP = 2.5  # limit of their sum: a higher one lengthens the p99, a lower one the mean
 PASS_TOKENS = 8192  # for prompts of this length A counts twice; an engine computes about as many tokens in a pass
 SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
 
 class TargetLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How loaded a worker is, or one attention data-parallel rank of it.
+    """The load of a worker, or of one of its attention data-parallel ranks.
 
     Attributes:
         uncomputed: prompt tokens that it has yet to compute.
         computing: sequences whose prompt it has yet to compute.
         decoding: sequences that it is decoding.
-        waiting: in prompt tokens of work, what a further request waits for besides: steps that read the context of
-            all sequences, sequences beyond its slots, and the prompts that it was sent lately.
+        waiting: other work that delays a further request, in prompt tokens: steps that read the context of all
+            sequences, sequences beyond its slots, and recently sent prompts.
     """
 
     uncomputed: int = 0
@@ -38,13 +38,13 @@ class TargetLoad(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How loaded the workers of a model are in a cell.
+    """The load of a model's workers in a cell.
 
     Attributes:
         model: canonical name.
         held: prompt tokens of requests that no worker has room for.
-        targets: that compute prompts.
-        work_ns: that the slowest of them spends on a token, as in ``fleet.Load``; 0: unknown.
+        targets: loads of the targets that compute prompts.
+        work_ns: time that the slowest target spends on a token, as in ``fleet.Load``; 0: unknown.
     """
 
     model: str
@@ -54,20 +54,20 @@ class ModelLoad(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CellLoads(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of the models that a router of the cell owns."""
+    """The loads of the models that a router of the cell owns."""
 
     router: str
     models: tuple[ModelLoad, ...] = ()
 
 
 class CellCost(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request costs in a cell, as its router would place it now.
+    """The cost of a request in a cell, if its router placed it now.
 
     Attributes:
-        tokens: of work, at the worker where it costs least; of a request that would be held, the work of those of its
-            prompt that the cell neither caches nor computes nor has in what is held already.
-        full: no worker has room, or others are held: it would be held.
-        held: prompt tokens of requests that are held already, for each worker.
+        tokens: tokens of work at the cheapest worker. If the request would be held, the work of the prompt tokens that
+            the cell neither caches nor computes, and that no held request shares.
+        full: the request would be held, because no worker has room or other requests are held.
+        held: prompt tokens of held requests, per worker.
     """
 
     tokens: float = 0.0
@@ -76,13 +76,13 @@ class CellCost(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoomQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which other cells would take requests that a router holds.
+    """Asks which other cells would take requests that a router holds.
 
     Attributes:
         model: canonical name.
-        prompt_tokens: of each request, in the order in which they are held.
-        stranded: no worker is here for them; False: there are too few, so only a cell with room helps.
-        revision: of the model, which alone can continue them; "": any.
+        prompt_tokens: prompt tokens of each request, in the order in which they are held.
+        stranded: this cell has no worker for them; False: it has too few, so only a cell with room helps.
+        revision: the only revision of the model that can continue them; "": any.
     """
 
     model: str
@@ -92,16 +92,16 @@ class RoomQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoomAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``cells``: for the first requests of the question, the numbers of cells within the deployment, from 0 on."""
+    """``cells``: numbers of cells in the deployment, from 0, one for each of the first requests of the question."""
 
     cells: tuple[int, ...] = ()
 
 
-CELL = "cell"  # role, in WORK, of what runs in another cell
+CELL = "cell"  # role in WORK of requests that run in another cell
 
 
 def cell_target(number: int) -> str:
-    """The name of a cell in place of a worker's, by its number within the deployment."""
+    """The name of a cell where a worker's name is expected, from its number in the deployment."""
     return f"{CELL}-{number}"
 
 
@@ -109,7 +109,7 @@ def number_of(target: str) -> int:
     """Inverse of ``cell_target``.
 
     Raises:
-        ValueError: it is no name of a cell.
+        ValueError: it is not the name of a cell.
     """
     kind, _, number = target.partition("-")
     if kind != CELL:
@@ -118,17 +118,17 @@ def number_of(target: str) -> int:
 
 
 def is_cell(target: str) -> bool:
-    """Whether it is the name of a cell in place of a worker's."""
+    """Whether this is the name of a cell, not of a worker."""
     kind, _, number = target.partition("-")
     return kind == CELL and number.isdecimal()
 
 
 def returned_by(number: int, guest: str, why: str) -> str:
-    """Why an attempt was returned, by a cell that had it under an id of its own.
+    """The reason of an attempt that another cell returned.
 
     Args:
-        number: of the cell within the deployment.
-        guest: that id.
+        number: the other cell's number in the deployment.
+        guest: the request's id in the other cell.
     """
     return f"cell {number} as {guest}: {why}"
 
@@ -137,7 +137,7 @@ _RETURNED_BY = re.compile(r"returned: cell [0-9]+ as ([0-9a-f-]{36}): ")
 
 
 def guest_in(ended: str) -> str:
-    """The id that a cell had for an attempt, from how the attempt ended (``EarlierWorker.ended``); "": it says none."""
+    """The id of an attempt in another cell, from ``EarlierWorker.ended``; "": it has none."""
     found = _RETURNED_BY.match(ended)
     return found[1] if found is not None else ""
 

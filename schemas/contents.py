@@ -1,12 +1,12 @@
-"""What a request with ``no_store`` leaves on a disk, and what lies in memory storage instead. Pure.
+"""Separates a request with ``no_store`` into what is stored on disk and what is kept in memory storage. Pure.
 
-The streams of the log hold such a request without its content: ids, tenant, model, counts, times, ends, and the names
-of the prompt's blocks, of which routing needs nothing else. The content is in the stream MEMORY_CONTENTS, in parts:
+The streams of the log have such a request without its content: ids, tenant, model, counts, times, ends, and the names
+of the prompt's blocks, which suffice for routing. The content is in the stream MEMORY_CONTENTS, in parts:
 
     request               the whole ``GenerateRequest``
     <attempt>[-<stage>]   a whole message of WORK, if it has content; the header ``Penstock-Part`` names it
 
-Whoever can read the log can tell from block names whether a prompt that he guesses is this one.
+A reader of the log who guesses a whole prompt can confirm the guess by the block names.
 """
 
 import msgspec
@@ -22,10 +22,10 @@ REQUEST = "request"  # name of the part with the whole request
 
 
 def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
-    """What the log holds of a request: what placing, lists and audits read, and nothing that its client wrote.
+    """The request for the log: the fields that placement, lists and audits read, without its client's text.
 
     Args:
-        key: 32 secret bytes, under which the digests of media and the session are hashed: routers compare them only.
+        key: 32 secret bytes that key the digests of media and the session, which routers only compare.
     """
     sampling, stop = request.sampling, request.stop
     if sampling.logit_bias or sampling.logits_processors:
@@ -69,12 +69,12 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
 
 
 def part_of(attempt: int, stage: str = "") -> str:
-    """The name of the part with the message that begins an attempt, or its later stage."""
+    """The name of the part with the message that starts an attempt or one of its later stages."""
     return f"{attempt}-{stage}" if stage else str(attempt)
 
 
 def has_content(message: Job | Encoded | Prefilled) -> bool:
-    """Whether a message has anything that a disk must not hold, if its request is without content."""
+    """Whether a message, apart from its request, has content that must not be on a disk."""
     if isinstance(message, Prefilled):
         return True
     job = jobs.decode_job(message.job) if isinstance(message, Encoded) else message
@@ -85,7 +85,7 @@ def shell_of(message: Job | Encoded | Prefilled) -> Job | Encoded | Prefilled:
     """A message of WORK without its content.
 
     Args:
-        message: whose request is without content already.
+        message: one whose request has no content any more.
     """
     if isinstance(message, Job):
         return msgspec.structs.replace(message, resume=(), finished=(), endings=(), logprobs=(), scores=(), scored=0)

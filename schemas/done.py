@@ -1,10 +1,9 @@
-"""How requests and attempts end: worker or router → all.
+"""The ends of requests and attempts: worker or router → all.
 
-``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. Of the request it
-lacks the prompt, which REQUESTS keeps as long. It is stored under a subject of its own, only if nothing is stored there
-(``once`` in ``penstock.infra.bus.publisher``), so that the log holds one per request. ``Returned`` ends an attempt
-only: the worker returns the request unstarted or unfinished, and a router places it again. Both are republished without
-their bodies: followers read the headers.
+``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. It lacks the
+prompt, which REQUESTS keeps as long. Each request has its own subject for it, which takes one message only (``once`` in
+``penstock.infra.bus.publisher``). ``Returned`` ends only an attempt: the worker returns the request unstarted or
+unfinished, and a router places it again. Both are republished without their bodies: followers read the headers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
-    foreign: bool = False  # as a server counted, which has tokens of its own
+    foreign: bool = False  # counted by another server with its own tokenizer
 
 
 _UNKNOWN = (1 << 32) - 1
@@ -134,7 +133,7 @@ class EarlierRevision(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         revision: of the model.
-        tokens: of each choice, of this and earlier revisions.
+        tokens: number of tokens of each choice, from this and earlier revisions.
     """
 
     revision: str
@@ -142,14 +141,14 @@ class EarlierRevision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MadeWith(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an answer was made with, besides what its request says; "": unknown.
+    """The software and weights that made an answer; "": unknown.
 
     Attributes:
-        revision: of the model.
-        engine: as its worker registers it.
-        build: versions of Penstock and of what the engine is made of.
-        fallback: which of the fallbacks of the stored request it was, as in ``GenerateRequest``; 0: none.
-        before: revisions that the first tokens came from, where the worker's weights changed meanwhile; oldest first.
+        revision: revision of the model.
+        engine: the engine's name in the worker's registration.
+        build: versions of Penstock and of the engine's packages.
+        fallback: number of the stored request's fallback that ran, as in ``GenerateRequest``; 0: none.
+        before: if weights changed meanwhile, the revisions of the first tokens, oldest first.
     """
 
     revision: str = ""
@@ -167,12 +166,12 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     started_ns: int = 0
     first_token_ns: int = 0
     ended_ns: int = 0
-    streamed_ns: int = 0  # first token of an earlier attempt, behind which this one went on
-    earlier_workers: tuple[EarlierWorker, ...] = ()  # that had it before
+    streamed_ns: int = 0  # first token of an earlier attempt, which this one continued
+    earlier_workers: tuple[EarlierWorker, ...] = ()  # workers of earlier attempts
     made_with: MadeWith | None = (
         None  # the last attempt; None: unknown. ``Done`` has the most fields that fit its short form
     )
-    router: str = ""  # that placed the last attempt, as a worker's record has it; "": unknown
+    router: str = ""  # the one that placed the last attempt, in a worker's record; "": unknown
 
     @property
     def client_first_token_ns(self) -> int:
@@ -181,7 +180,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def fallback_of(event: "Done") -> int:
-    """Which of the fallbacks of the stored request ran last, as in ``GenerateRequest``; 0: none."""
+    """The number of the stored request's fallback that ran last, as in ``GenerateRequest``; 0: none."""
     return event.timings.made_with.fallback if event.timings.made_with is not None else 0
 
 
@@ -226,7 +225,7 @@ KILLED = "killed"  # otherwise: by an operator, a restart of its machine, ...
 
 
 class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
-    """This attempt ended without a result, through no fault of the request (but see ``poison``)."""
+    """An attempt ended without a result, and not because of the request (but see ``poison``)."""
 
     request: str
     model: str
@@ -234,7 +233,7 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
     worker: str
     reason: str
     poison: bool = False  # the engine failed while it ran this request
-    crashed: str = ""  # of CRASHES, or KILLED: its worker's process or engine ended while it ran this; "": did not
+    crashed: str = ""  # of CRASHES, or KILLED: its worker's process or engine ended while it ran this; "": no
 
 
 decode_stored: Callable[[bytes], Done | Returned] = decoder(Done | Returned)  # type: ignore[arg-type]
@@ -242,10 +241,10 @@ DONE_TYPE, RETURNED_TYPE = content_type(Done), content_type(Returned)
 
 
 def decode(data: bytes) -> Done | Returned:
-    """A message of DONE, whichever way its tokens are packed.
+    """Decode a message of DONE, with its tokens in either packing.
 
     Raises:
-        msgspec.MsgspecError: it is none, or one of a later version.
+        msgspec.MsgspecError: it is not a message of DONE, or one of a later version.
     """
     event = decode_stored(data)
     if isinstance(event, Returned) or not any(choice.packed for choice in event.choices):
@@ -278,7 +277,7 @@ def _packed(choice: Outcome) -> Outcome:
 
 
 class ReturnedHeader(NamedTuple):
-    """What routers read of a ``Returned`` without its body."""
+    """The part of a ``Returned`` that routers read, from its header."""
 
     attempt: int
     reason: str
@@ -291,12 +290,12 @@ def returned_header(event: Returned) -> str:
 
 
 def returned_id(event: Returned) -> str:
-    """Its message id: an attempt is returned once, by its worker or on behalf of that."""
+    """Its message id, so that an attempt is returned once, by its worker or on the worker's behalf."""
     return f"{event.request}:{event.attempt}:returned"
 
 
 def returned_headers(event: Returned) -> dict[str, str]:
-    """Its headers beside its id: its kind, and what routers read of it."""
+    """Its headers besides its id: its kind, and the part that routers read."""
     headers = {HEADER_CONTENT_TYPE: RETURNED_TYPE, HEADER_RETURNED: returned_header(event)}
     return headers | {HEADER_CRASHED: event.crashed} if event.crashed else headers
 
@@ -314,10 +313,10 @@ def read_returned_header(text: str) -> ReturnedHeader:
 
 
 def guests_of(event: Done) -> tuple[str, ...]:
-    """The ids under which other cells have the request: the one that ran it, and those that returned it.
+    """The request's ids in other cells: the one that ran it, and those that returned it.
 
     Raises:
-        msgspec.MsgspecError: of a version that this one cannot read.
+        msgspec.MsgspecError: the record has a version that this build cannot read.
     """
     request = request_of(event)
     earlier = (guest_in(each.ended) for each in event.timings.earlier_workers if is_cell(each.worker))
@@ -336,7 +335,7 @@ def recorded(request: GenerateRequest) -> bytes:
 
 
 def not_recorded(request: GenerateRequest) -> tuple[str, ...]:
-    """What ``left_out`` says of what ``recorded`` leaves out."""
+    """The names in ``left_out`` for the parts that ``recorded`` omits."""
     return ("prompt",) if request.prompt_tokens else ()
 
 
@@ -355,10 +354,11 @@ NOT_KEPT = "not kept: the request was made with no_store"
 def without_content(event: Done, request: GenerateRequest | None = None) -> Done:
     """The record of a request with ``no_store``: tenant, times, counts and end, but no content.
 
-    ``left_out`` names what the answer had and the record lacks. An error keeps its code; its text may quote the client.
+    ``left_out`` names the omitted parts of the answer. An error keeps its code but not its text, which may quote the
+    client.
 
     Args:
-        request: of the event; None: it is decoded from there.
+        request: the event's request; None: it is decoded from the event.
     """
     request = request or request_of(event)
     left_out = {"prompt", *event.left_out}
@@ -381,7 +381,7 @@ def without_content(event: Done, request: GenerateRequest | None = None) -> Done
 
 
 def without_text(request: GenerateRequest) -> GenerateRequest:
-    """Every field of a request that its client's text, or numbers made of it, can be in."""
+    """The request without the fields that can have its client's text, or numbers derived from it."""
     sampling, stop = request.sampling, request.stop
     if sampling.logit_bias or sampling.logits_processors:
         sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=())
@@ -427,10 +427,10 @@ def items(event: Done) -> list[TokenItem]:
 
 
 def encode_within(event: Done, limit: int) -> bytes:
-    """A terminal event in at most ``limit`` bytes.
+    """Encode a terminal event in at most ``limit`` bytes.
 
-    What does not fit is dropped in this order: the prompt, its scores, the output's log-probabilities, the output, the
-    rest of the request. ``left_out`` names it. The verdict, usage and timings always fit.
+    Parts that do not fit are dropped in this order: the prompt, its scores, the output's log-probabilities, the output,
+    the rest of the request. ``left_out`` names them. The result's code, usage and timings always fit.
     """
     payload = encode(event)
     for name, without in _LESS:

@@ -1,13 +1,10 @@
 """A worker's registration: its lease, capabilities and load. The key is the worker id, its TTL ``LEASE_S``.
 
-Names that stand for no format in which models write reasoning and tool calls.
-
-A worker registers the names of its own (``--reasoning-parser``, ``--tool-call-parser``), which are those of rows of
+A worker also registers the names of its parsers (``--reasoning-parser``, ``--tool-call-parser``), which are rows of
 ``penstock.infra.text.parsers.families``.
 
-Which workers of a model may answer a prompt: those with its tokenizer, and of these one revision at a time. Pure.
-
-A function of the registrations alone, so that every gateway and router comes to the same result.
+``revisions`` chooses the workers of a model that may answer a prompt: those with its tokenizer, and of these one
+revision at a time. It depends on the registrations alone, so that every gateway and router gets the same result.
 """
 
 import enum
@@ -33,14 +30,14 @@ class WorkerState(enum.StrEnum):
 
 
 class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A GPU that a worker's engine sees. All processes on it count.
+    """A GPU that a worker's engine sees, with the usage of all processes on it.
 
     Attributes:
-        id: the beginning of its UUID, by which workers that share it are recognised.
-        total_bytes, used_bytes: of its memory; ``total_bytes`` 0: unknown.
+        id: the beginning of its UUID, which identifies workers that share it.
+        total_bytes, used_bytes: its memory; ``total_bytes`` 0: unknown.
         busy_percent: share of the driver's last sampling period (up to a second) in which a kernel ran; -1: unknown,
-            as of a part of a GPU (MIG).
-        error: why it could not be read; "": it could.
+            for example on a part of a GPU (MIG).
+        error: the reason if it could not be read; "": it was read.
     """
 
     id: str = ""
@@ -51,18 +48,18 @@ class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class ConnectorUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a worker holds for handoffs of KV and embeddings. -1: unknown, since the engine moves its KV by itself.
+    """The resources that a worker uses for handoffs of KV and embeddings. -1: unknown, since the engine moves its KV.
 
     Attributes:
         name: "nixl", or the engine's own connector.
-        registered_bytes: memory that other workers can read or write: of the pools of blocks, on all ranks.
+        registered_bytes: memory of the block pools on all ranks, which other workers can read or write.
         buffer_bytes: further memory registered for transfers.
-        transfers: under way from or to this worker that it drives itself.
+        transfers: running transfers from or to this worker that it drives itself.
         leases: handoffs whose reader has not released them yet.
-        pinned_blocks: kept for those readers, which cannot be used here.
-        reserved_blocks: set aside for KV that is being read.
-        quarantined_blocks: that a transfer which failed may still write.
-        buffer_tokens: of the longest prompt that fits the buffers of an engine that copies KV there first.
+        pinned_blocks: blocks kept for those readers.
+        reserved_blocks: blocks allocated for KV that is being read.
+        quarantined_blocks: blocks that a failed transfer may still write.
+        buffer_tokens: length of the longest prompt that fits the buffers of an engine that copies KV there first.
     """
 
     name: str
@@ -155,13 +152,13 @@ def adapter_name(identity: str) -> str:
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an operator had loaded or unloaded while workers ran: a key of the ``adapters`` bucket.
+    """A LoRA adapter loaded or unloaded while workers run: a key of the ``adapters`` bucket.
 
     Attributes:
         model: canonical name of the model that it belongs to.
-        path: of its folder, within a folder that its workers allow (``--lora-folder``).
+        path: its folder, within a folder that its workers allow (``--lora-folder``).
         unloaded: it is not served, although a worker's flags name it.
-        flagged: when it was loaded or unloaded, a worker's flags named it.
+        flagged: a worker's flags named it when it was loaded or unloaded.
     """
 
     name: str
@@ -176,13 +173,13 @@ CONTINUE = "continue"  # or continue with the new ones; of a pause: they pause
 
 
 class TensorSource(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A trainer's tensors, which workers are to receive: ``client.weights`` has the other side.
+    """A trainer's tensors that workers receive; ``client.weights`` sends them.
 
     Attributes:
-        number: of the update that they are of.
-        backend: how they move: ``nccl``, ``gloo`` or ``nixl``.
-        address, port: of the trainer's ``torch.distributed.TCPStore``.
-        ranks: of each worker, by its id, from 1 on. The trainer is rank 0.
+        number: number of the update.
+        backend: ``nccl``, ``gloo`` or ``nixl``.
+        address, port: the trainer's ``torch.distributed.TCPStore``.
+        ranks: rank of each worker, by its id, from 1. The trainer is rank 0.
     """
 
     number: int
@@ -193,19 +190,19 @@ class TensorSource(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an operator asked of a model's weights while workers ran: a key of the ``weights`` bucket.
+    """An operator's last request about a model's weights while workers run: a key of the ``weights`` bucket.
 
     Attributes:
         update: number of the latest update, counted from 1; 0: there was none.
-        path: of its folder, within a folder that the workers allow (``--weights-folder``).
+        path: its folder, within a folder that the workers allow (``--weights-folder``).
         base: revision that the workers' flags name. Workers that were started with another one ignore the entry.
-        revision: that the folder has to have; "": no worker has said so yet.
+        revision: revision that the folder must have; "": no worker has reported it yet.
         before: the revision that it replaced.
         running: ``FINISH`` or ``CONTINUE``.
         paused: likewise; "": the model is not paused.
-        within_s: for running requests to finish; later the update or pause fails.
-        source: of tensors to be received and kept, apart from what is served; None: of none.
-        received: the weights are those of this revision that were received from a trainer, and of no folder.
+        within_s: seconds for running requests to finish, after which the update or pause fails.
+        source: tensors to receive and keep without serving them; None: there are none.
+        received: the weights are this revision's tensors received from a trainer, not those of a folder.
     """
 
     model: str
@@ -222,19 +219,19 @@ class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WeightsState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Of a worker whose weights may change, or leave the device, while it runs.
+    """The state of a worker's weights, which may change or leave the device while it runs.
 
     Attributes:
         update: number of the last update that it has applied; 0: its weights are those of its flags.
         base: revision of its flags' weights.
         entry: revision of the entry in the ``weights`` bucket that it has followed; 0: none.
-        error: why it could not do what that entry asks; "": it has.
-        paused: it starts no request: by that entry, or because it lacks the tensors of the last update.
+        error: the reason if it could not apply that entry; "": it has.
+        paused: it starts no request, because of that entry or because it lacks the tensors of the last update.
         asleep: its weights are in host memory, and it has no KV cache. It wakes up for a request.
         before: revision whose running requests the last update continued; "": none.
-        seconds: that the last update took, or the last way to or from host memory.
-        receives: it takes tensors of a trainer.
-        received: revision of those that it has and does not serve yet; "": none.
+        seconds: duration of the last update, or of the last move to or from host memory.
+        receives: it accepts a trainer's tensors.
+        received: revision of received tensors that it does not serve yet; "": none.
     """
 
     update: int = 0
@@ -253,7 +250,7 @@ FIXED = WeightsState()  # of a worker whose weights stay as they are
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Who a worker is, what it can do, and how it is."""
+    """A worker's identity, capabilities and load."""
 
     worker: str  # unique per process start
     model: str
@@ -300,7 +297,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def rests(self) -> str:
-        """Why it starts no request for now, although it is ready; "": it does."""
+        """The reason why a ready worker starts no request for now; "": it does."""
         return "asleep" if self.weights.asleep else "paused" if self.weights.paused else ""
 
     @property
@@ -314,7 +311,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def output(self) -> str:
-        """As ``GenerateRequest.output``: what a worker of a role of its own makes; "": tokens."""
+        """As ``GenerateRequest.output``: the output of a worker with a role in ``APART``; "": tokens."""
         if self.role == EMBED:
             return SCORE if self.embedder is not None and self.embedder.scores else EMBEDDING
         return self.diffusion.kind if self.role == DIFFUSION and self.diffusion is not None else ""
@@ -354,7 +351,7 @@ class Revisions(NamedTuple):
         serving: the revision for new requests: that of the ready worker with the latest update of its weights, and of
             these the one that registered first; None: no worker is ready.
         present: all revisions that have a ready worker.
-        continued: revisions whose running requests the latest update continued, each with that which does.
+        continued: revisions whose running requests the latest update continued, each with the revision that does.
     """
 
     serving: str | None
@@ -363,7 +360,7 @@ class Revisions(NamedTuple):
 
 
 def run_together(workers: Iterable[Registration]) -> bool:
-    """Whether workers of one model run requests, full or not: one of them by itself, or two of them as a pair."""
+    """Whether workers of one model can run requests (even if they are full now): one alone, or two as a pair."""
     ready = [each for each in workers if each.state is WorkerState.ready and each.role != "encode"]
     return any(not each.pair_only for each in ready) or {"prefill", "decode"} <= {each.role for each in ready}
 

@@ -17,22 +17,22 @@ from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import content_type, decoder
 
-FAILED = "failed"  # begins why a worker returned an attempt that may fall back to another model: its code and message
-WAITED = "waited"  # begins why a worker returned an attempt that it did not start in time, so that it may fall back
-FELL_BACK = "fallback"  # begins the reason of an attempt by which a request moved to another model
-WORKER_LOST = "worker_lost"  # how the reason for an attempt begins after the worker of the one before was lost
+FAILED = "failed"  # prefix of the reason of a failed attempt that may fall back; code and message follow
+WAITED = "waited"  # prefix of the reason of an attempt that was not started in time and may fall back
+FELL_BACK = "fallback"  # prefix of the reason of an attempt that moved a request to another model
+WORKER_LOST = "worker_lost"  # prefix of the reason of an attempt after the previous worker was lost
 SUSPECT = "suspect"  # a worker that ran it crashed
-ENDED = "ended"  # so did an attempt, for a reason that is not known
-ALONE = "alone"  # two did: its worker runs nothing else meanwhile
+ENDED = "ended"  # an attempt of it ended for an unknown reason
+ALONE = "alone"  # two attempts did: its worker runs nothing else meanwhile
 
 
 def failed(code: Code, message: str) -> str:
-    """Why a worker returned an attempt that failed before its first token, and may fall back to another model."""
+    """The reason of an attempt that failed before its first token, and may fall back to another model."""
     return f"{FAILED} {code.value} {message}"
 
 
 def waited(earlier: Iterable["EarlierWorker"], since: int) -> int:
-    """Attempts, from number ``since`` on, that were returned since no worker had started them."""
+    """The reason of attempts, from number ``since`` on, that no worker started in time."""
     return len(
         {each.attempt for each in earlier if each.attempt >= since and each.ended.startswith(f"returned: {WAITED}")}
     )
@@ -87,7 +87,7 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why this worker: stored in the job, printed by ``penstock inspect``."""
+    """The routing decision: stored in the job, printed by ``penstock inspect``."""
 
     mode: str
     chosen: str
@@ -107,13 +107,13 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker of a score table can do besides running whole requests. Numbers are of this table only.
+    """The abilities of a worker in a score table besides running whole requests. Numbers are valid in this table only.
 
-    An array has all its fields, defaults too: a field added here would change the bytes of recorded jobs.
+    It is encoded as an array with all its fields: a field added here would change the bytes of recorded jobs.
 
     Attributes:
-        kind: workers with the same one can hand KV to each other; 0: with none.
-        host: workers with the same one are on one host; 0: unknown.
+        kind: workers with the same kind can hand KV to each other; 0: to none.
+        host: workers with the same number are on one host; 0: unknown.
     """
 
     role: str
@@ -123,7 +123,7 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EarlierWorker(NamedTuple):
-    """A worker that had a request before the one that has it now. ``ended``: why it no longer had it; "": handed on."""
+    """An earlier worker of a request. ``ended``: the reason why its attempt ended; "": it was handed off."""
 
     attempt: int
     worker: str
@@ -136,7 +136,7 @@ class EarlierWorker(NamedTuple):
 
 
 class LowerTiers(msgspec.Struct, frozen=True, array_like=True):
-    """What a candidate of a decision has to bring back of its ``overlap_blocks``, and at what cost a block."""
+    """The ``overlap_blocks`` of a candidate that are on lower cache tiers, and the cost of loading one."""
 
     worker: str
     rank: int
@@ -147,7 +147,7 @@ class LowerTiers(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Inputs of a decision besides the request, the clock and the logs that the router had folded by then."""
+    """Inputs of a decision besides the request, the clock and the logs that the router had folded."""
 
     seed: int = 0  # of its random choices, such as ties
     number: int = 0  # of decisions that this router had made, this one included
@@ -167,7 +167,7 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
-    """Run this request. ``resume`` holds what earlier attempts already streamed, packed u32 per choice.
+    """Run this request. ``resume`` has the tokens that earlier attempts streamed, packed u32 per choice.
 
     ``request`` is an encoded GenerateRequest, carried as it was stored: routers never re-encode prompts.
     """
@@ -194,7 +194,7 @@ def score_table(candidates: Iterable[Candidate]) -> tuple[ScoreRow, ...]:
 
 
 def with_candidates(job: Job) -> Job:
-    """The job with the candidates of its decision where those of earlier builds are, for readers of the log."""
+    """The job with its decision's candidates in the field that earlier builds used, for readers of the log."""
     if job.inputs is None or not job.inputs.table:
         return job
     candidates = tuple(Candidate(*msgspec.structs.astuple(row)) for row in job.inputs.table)
@@ -213,12 +213,12 @@ def earlier_workers(job: Job) -> tuple[EarlierWorker, ...]:
 
 
 def unexplained_losses(earlier: Iterable[EarlierWorker]) -> list[tuple[int, str]]:
-    """Attempts that were lost with their worker, with that worker, when nobody had said yet how it ended."""
+    """Attempts that were lost with their worker, and the worker, if the reason of its end was not reported yet."""
     return [(each.attempt, each.worker) for each in earlier if each.ended == WORKER_LOST]
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
-    """Attempts up to this one run elsewhere: stop them and publish nothing more about them."""
+    """Attempts up to this one were moved: stop them, and publish no more about them."""
 
     request: str
     attempt: int
@@ -236,7 +236,7 @@ def rank_of(job: Job) -> int:
 
 
 def move_of(job: Job) -> Move | None:
-    """What the worker that has the job now may read from another one's cache."""
+    """The blocks that the job's current worker may read from another worker's cache."""
     route = job.decision.route
     return route[-1 - len(job.route)].move if len(route) > len(job.route) else None
 
@@ -258,7 +258,7 @@ def load_header(
     n: int = 1,
     route: tuple[Stage, ...] = (),
 ) -> str:
-    """The ``Penstock-Load`` header of a message in WORK: what routers read of it instead of the body.
+    """The ``Penstock-Load`` header of a message in WORK, which routers read instead of the body.
 
     Args:
         route: the remaining stages, the receiving one first.
@@ -270,13 +270,13 @@ def load_header(
 def headers_of(
     load: str, content_type: str = JOB_TYPE, *, no_store: bool, suspect: str = "", part: str = ""
 ) -> dict[str, str]:
-    """The headers of a message in WORK beside its id.
+    """The headers of a message in WORK besides its id.
 
     Args:
         load: its load header.
-        content_type: of its kind; "": unknown, as of messages of earlier builds.
+        content_type: content type of its kind; "": unknown, as in messages of earlier builds.
         suspect: as in ``Job``.
-        part: of the request's contents, which has the message whole; "": this is the whole message.
+        part: the part of the request's contents with the whole message; "": this is the whole message.
     """
     headers = {HEADER_LOAD: load}
     if content_type:

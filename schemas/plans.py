@@ -1,6 +1,6 @@
-"""Decisions of planners: how many workers there should be, and everything that this depends on.
+"""Decisions of planners: the number of workers, and everything that it depends on.
 
-A planner folds the observations of its model's decisions, so that one that takes over knows what the last one knew.
+A planner folds the observations of its model's decisions, so that a successor has the knowledge of its predecessor.
 """
 
 from typing import Literal
@@ -27,12 +27,12 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True):
     """Workers of one role.
 
     Attributes:
-        ready: take requests.
-        starting: were asked for and do not take requests yet.
-        waiting: requests that they have and have not begun.
-        starved: of those that are ready, the ones that wait for a processor core for a quarter of the time or more.
-        running: requests that they have begun.
-        asleep: of those that are ready, the ones that wake up for a request.
+        ready: workers that take requests.
+        starting: requested workers that do not take requests yet.
+        waiting: requests at these workers that have not started.
+        starved: ready workers that wait for a processor core for a quarter of the time or more.
+        running: requests that have started.
+        asleep: ready workers that sleep until a request wakes them.
     """
 
     ready: int = 0
@@ -53,11 +53,11 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     Attributes:
         seconds: its length.
         arrived: requests that were accepted in it.
-        ended: requests that ended in it; what follows is of these, lengths in tokens.
-        hit_rate: prompt tokens that came from a cache, of all; 0 to 1.
-        queued: requests at its end that no worker has.
+        ended: requests that ended in it; the following fields are about these, lengths in tokens.
+        hit_rate: share of prompt tokens from a cache, 0 to 1.
+        queued: requests without a worker at its end.
         pools: by role; roles without workers may be absent.
-        one_machine: further workers would share the processor cores of those there are.
+        one_machine: further workers would share the processor cores of the present ones.
     """
 
     seconds: float
@@ -79,17 +79,17 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
     @property
     def backlog(self) -> int:
-        """Requests that wait, at workers or before them."""
+        """Waiting requests, at workers or in queues before them."""
         return self.queued + sum(pool.waiting for pool in self.pools.values())
 
     @property
     def idle(self) -> bool:
-        """Whether no request of this model ended or ran. Those that no worker has may be of any model."""
+        """Whether no request of this model ended or ran. Requests without a worker may be of any model."""
         return not self.ended and not any(pool.waiting or pool.running for pool in self.pools.values())
 
     @property
     def steady(self) -> bool:
-        """Whether no worker was on its way."""
+        """Whether no worker was starting."""
         return not any(pool.starting for pool in self.pools.values())
 
 
@@ -113,10 +113,10 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Means, ms; infinite: more comes than can be served. A role's other latency is 0.0.
+    """Means, ms; infinite: the load exceeds the capacity. A role's other latency is 0.0.
 
     Attributes:
-        busy: share of what the workers can do that is used, 0 to 1 and above.
+        busy: used share of the workers' capacity; above 1 if the load exceeds it.
     """
 
     ttft_ms: float
@@ -135,14 +135,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """
     Attributes:
         ttft_ms, itl_ms: limits.
-        percentile: of the observed latencies that is to be within them.
-        start_s: from asking for a worker to its first request.
-        drain_s: within which what waits is to be served.
-        hysteresis: share of the load that is added before workers are taken away.
-        up_cooldown_s, down_cooldown_s: from one change of a role in this direction to the next.
-        down_after_s: for so long fewer workers must have been enough.
-        max_down: share of a role's workers that is taken away at once, at least one.
-        gpu_budget: of all workers; 0: no limit.
+        percentile: statistic of the observed latencies that the limits are for.
+        start_s: seconds from requesting a worker to its first request.
+        drain_s: seconds within which waiting requests should be served.
+        hysteresis: share of the load that is added before workers are removed.
+        up_cooldown_s, down_cooldown_s: least time between two changes of a role in this direction.
+        down_after_s: seconds for which fewer workers must have been enough.
+        max_down: largest share of a role's workers that is removed at once, at least one worker.
+        gpu_budget: GPUs of all workers; 0: no limit.
     """
 
     ttft_ms: float
@@ -162,24 +162,24 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Correction(msgspec.Struct, frozen=True):
-    """Observed latency by predicted one."""
+    """Ratio of the observed to the predicted latency."""
 
     ttft: float = 1.0
     itl: float = 1.0
 
 
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is decided of one role.
+    """The decision for one role.
 
     Attributes:
-        current: workers there are or that are starting.
-        needed: for the predicted load.
-        kept: that would be needed with the hysteresis; fewer are not asked for.
-        target: to be had now.
-        busy: predicted share of the target's capacity.
-        reasons: words for what bounded the target; of a missed limit, why nothing was done.
-        missed: intervals in a row, up to this decision, in which a limit of the role was missed, since the last workers
-            came.
+        current: present and starting workers.
+        needed: workers for the predicted load.
+        kept: workers for the load with the hysteresis, the least number to scale down to.
+        target: workers from now on.
+        busy: predicted used share of the target's capacity.
+        reasons: words for the bounds of the target; for a missed limit, why nothing was done.
+        missed: consecutive intervals, up to this decision, in which a limit of the role was missed since the last
+            workers were added.
     """
 
     current: int
@@ -192,11 +192,11 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlanDecision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One decision and all that it depends on.
+    """One decision and everything that it depends on.
 
     Attributes:
-        predicted: by the model, of the workers that were ready.
-        sleep: all workers are to sleep, until a request wakes one.
+        predicted: latencies that the model predicts for the ready workers.
+        sleep: all workers shall sleep until a request wakes one.
     """
 
     demand: Demand
@@ -216,13 +216,13 @@ class PlanDecision(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
 
 class Planned(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A decision of a planner, and what came of it.
+    """A decision of a planner, and its outcome.
 
     Attributes:
         at_ns: Unix time that the decision was made for.
-        connector: what starts and ends workers.
-        failure: why the workers could not be changed; "": they were, or nothing was to be done.
-        zero_after_s: of idleness after which roles whose least is 0 sleep; 0: they never do.
+        connector: the connector that starts and ends workers.
+        failure: the reason if the workers could not be changed; "": they were, or no change was needed.
+        zero_after_s: seconds without requests after which roles with a minimum of 0 sleep; 0: never.
     """
 
     planner: str
