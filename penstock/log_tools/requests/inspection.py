@@ -336,8 +336,8 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Inspecte
         case RequestContinued():
             same = event.previous_worker == event.worker
             before = " again" if same else f" instead of {event.previous_worker}" if event.previous_worker else ""
-            behind = f", behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
-            text = f"{event.worker} continues{before}{behind}: {event.reason}"
+            after = f", after {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
+            text = f"{event.worker} continues{before}{after}: {event.reason}"
             yield InspectedEvent(event.at_ns, kind, text, event.attempt)
         case StageAssigned():
             yield InspectedEvent(

@@ -253,7 +253,7 @@ async def test_both_attempts_of_a_request_whose_worker_died_are_shown(broker: Em
     assert (found.request.state, found.request.attempts) == ("done", 2)
     assert {phase.where for phase in found.phases if phase.name == "aggregated"} == {dying.id, other.id}
     (continued,) = [entry for entry in found.events if entry.kind == "continued"]
-    assert f"{other.id} goes on instead of {dying.id}, behind" in continued.text
+    assert f"{other.id} continues instead of {dying.id}, after" in continued.text
     assert "worker_lost" in continued.text
     assert [entry.text for entry in found.events if "ends here" in entry.text] == ["attempt 1 ends here"]
 
