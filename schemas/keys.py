@@ -1,10 +1,10 @@
 """API keys of the HTTP API, in the ``keys`` bucket: ``penstock keys`` writes them, gateways follow it.
 
 A key is ``pst-<id>-<secret>``. Its id is public, and names its entry; of the whole key only the SHA-256 is stored. The
-secret has 238 random bits, so a slow hash, made for passwords that people choose, would add nothing but its cost.
+secret has 238 random bits, so a slow hash for chosen passwords would only cost time.
 
-What gateways have taken of the limits of one API key, or of one tenant: an entry of the ``budgets`` bucket, changed by
-compare-and-set.
+A ``Ledger`` has what gateways have taken of the limits of one API key or tenant: an entry of the ``budgets`` bucket,
+changed by compare-and-set.
 """
 
 import hashlib
@@ -38,20 +38,20 @@ PerMonth = Annotated[int, Meta(ge=0, le=MOST_PER_MONTH)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is stored of one key.
+    """The stored entry of one key.
 
     Attributes:
         digest: SHA-256 of the whole key.
-        tenant: whose requests are made with it, as at the NATS API.
-        models: that its requests may name; empty: all that its tenant may.
+        tenant: the tenant that its requests belong to, as in the NATS API.
+        models: models that its requests may name; empty: all of its tenant.
         requests_per_minute, tokens_per_minute, max_concurrent: at all gateways together; 0: no limit.
-        priority: the highest class of its requests, and that of requests which name none; None: any, as without keys.
+        priority: the highest class of its requests, and the class of requests without one; None: any, as without keys.
         created_ns, expires_ns, revoked_ns, changed_ns: Unix time; 0: never.
         operator: sees the requests and answers of all tenants.
-        about: what it is for, in the operator's words.
+        about: the operator's description.
         created_by, revoked_by: user and machine of the operator.
-        changed_by: likewise, of who changed its limits last.
-        tokens_per_month: budget of a month (UTC), prompts and answers; 0: no limit.
+        changed_by: likewise, for the last change of its limits.
+        tokens_per_month: tokens of prompts and answers per month (UTC); 0: no limit.
     """
 
     id: str
@@ -75,7 +75,7 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def made_by(self) -> str:
-        """Who made this entry what it is."""
+        """The operator of the entry's last change."""
         return self.revoked_by or self.changed_by or self.created_by
 
     @property
@@ -89,11 +89,11 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Limited(NamedTuple):
-    """Whose limits a request counts against.
+    """The key or tenant whose limits a request counts against.
 
     Attributes:
-        ledger: their entry in the ``budgets`` bucket. Those of keys have no "-".
-        who: for errors.
+        ledger: its entry in the ``budgets`` bucket. Entries of keys have no "-".
+        who: its name in errors.
         requests, tokens: per minute, at all gateways together; 0: no limit.
         slots: requests at a time.
     """
@@ -131,7 +131,7 @@ def matches(key: bytes, digest: bytes) -> bool:
 
 
 def id_of(key: bytes) -> str | None:
-    """The id in a key; None: it has not the form of a key."""
+    """The id in a key; None: the text is not a key."""
     found = _KEY.fullmatch(key) if len(key) <= MAX_KEY_BYTES else None
     return found[1].decode() if found is not None else None
 

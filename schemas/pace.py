@@ -1,20 +1,19 @@
-"""Which workers are much slower than their peers. Pure; the same for routers, ``doctor``, ``top`` and the dashboard.
+"""Finds workers that are much slower than their peers. Pure; for routers, ``doctor``, ``top`` and the dashboard.
 
-A worker's pace is four times, which it measures itself (``fleet.Load``): what a client waits for a token, what the
-engine spends on a token that it delivers, on a token that it computes, prompts included, and on a step that computes no
-prompt. At a prefill worker, a prompt takes the place of a token that is delivered. Peers are workers of the same model,
-role, engine and device.
+A worker measures four times (``fleet.Load``): a client's wait for a token, and the engine's time per delivered token,
+per computed token (prompts included), and per step without a prompt. At a prefill worker, a prompt takes the place of a
+delivered token. Peers are workers of the same model, role, engine and device.
 
-Load alone never makes the first three long. Tokens come late in a large batch, but cost the engine little; uncached
-prompts make delivered tokens dear, and computed ones cheap; cached prompts do the reverse. So a worker is at least as
-many times slower as the smallest of these three factors says: below 1.1 for equal workers with the same requests,
-whatever their batches and caches, by the mock's step times (``tests/schemas/test_pace.py``).
+Load alone never makes all of the first three long. In a large batch, tokens come late but take the engine little time;
+uncached prompts lengthen the time per delivered token and shorten that per computed one; cached prompts do the reverse.
+So a worker is at least as slow as the smallest of these three ratios to its peers: below 1.1 for equal workers with the
+same requests, whatever their batches and caches, by the mock's step times (``tests/schemas/test_pace.py``).
 
-What is slow has more requests at a time than its peers, because they take longer there, and so each token costs it
-less again: of a worker 20 times slower with five times the batch, the three say 4. A healthy worker with a large batch
-spends far less on a token than its peers do. One that spends as much (``NO_GAIN``) gains nothing from its batch; it is
-as many times slower as its tokens come later, and as its steps without prompts take longer. ``SLOW`` leaves room for
-differing requests, and for GPUs whose names are unknown.
+A slow worker runs more requests at a time than its peers, because they take longer, and a larger batch shortens its
+time per token: for a worker that is 20 times slower with five times the batch, the smallest ratio is 4. A healthy
+worker with a large batch takes far less time per token than its peers. A worker that takes as much (``NO_GAIN``) gains
+nothing from its batch; its slowness is then the ratio of its waits for tokens and of its steps without prompts.
+``SLOW`` leaves room for differing requests, and for GPUs whose names are unknown.
 """
 
 from collections import defaultdict
@@ -25,18 +24,18 @@ from penstock.schemas.fleet import Registration
 
 SLOW = 4.0  # times
 NO_GAIN = 0.8  # times what peers spend on a token
-FLOOR_US = 5_000  # shorter waits are no one's trouble, and noise of the machine is large beside them
+FLOOR_US = 5_000  # shorter waits do not matter, and the machine's noise is large beside them
 PREFILL = "prefill"  # the role whose pace is that of prompts
 
 
 class Pace(NamedTuple):
-    """A worker beside its peers.
+    """A worker compared with its peers.
 
     Attributes:
         latency_us: its own, as in ``fleet.Load``.
-        peer_latency_us: the median of its peers'; of an even number, the lower one of the two in the middle.
-        peers: how many have a known pace.
-        slowness: how many times slower than they it is; 1 if what it takes is too short to matter.
+        peer_latency_us: the lower median of its peers'.
+        peers: number of peers with known times.
+        slowness: ratio of its time to its peers'; 1 if its time is too short to matter.
     """
 
     latency_us: int

@@ -1,4 +1,4 @@
-"""What a client asked for, after validation and tokenisation: gateway → router → worker.
+"""A client's request after validation and tokenisation: gateway → router → worker.
 
 Request ids are UUIDv7, which contain the time, so that a request is found in the log by a short scan.
 """
@@ -161,7 +161,7 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.prompt == PAIRS
 
     def without_texts(self) -> "Embedding":
-        """What is no content of the client's."""
+        """This request without its client's content."""
         return msgspec.structs.replace(self, texts=(), lengths=(), queries=())
 
 
@@ -193,7 +193,7 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an answer shows beside its text."""
+    """The parts of an answer besides its text."""
 
     token_ids: bool = False  # of the prompt and the output
     tokens_as_ids: bool = False  # tokens of log-probabilities are "token_id:ID", not their text
@@ -204,7 +204,7 @@ TEXT_ONLY = Shown()  # this very one is left out of messages
 
 
 class Fallback(msgspec.Struct, frozen=True, array_like=True):
-    """What may run in the place of a request: the same, prepared for another model.
+    """A fallback of a request: the same request, prepared for another model.
 
     Attributes:
         model: its canonical name.
@@ -273,24 +273,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def named(self) -> str:
-        """The model as its client knows it: its adapter's name, else ``model``."""
+        """The model's name for its client: the adapter's name, else ``model``."""
         return self.lora.partition("@")[0] or self.model
 
     @property
     def recorded_under(self) -> str:
-        """The model in the subject of its terminal event: the one that was asked for, so that it has one of all."""
+        """The model in the subject of its terminal event: the requested one, so that all attempts share one event."""
         return self.asked or self.model
 
     @property
     def output(self) -> str:
-        """What workers of a role of its own make: "image", "video", "embedding" or "score"; "": tokens."""
+        """The kind of output: "image", "video", "embedding" or "score"; "": tokens."""
         if self.embedding is not None:
             return SCORE if self.embedding.scores else EMBEDDING
         return self.diffusion.kind if self.diffusion is not None else ""
 
     @property
     def token_address(self) -> str:
-        """Where its output goes, for ``Subjects.tokens``: its gateway's id, with ``no_store`` in memory storage."""
+        """The address of its output for ``Subjects.tokens``: its gateway's id, with ``no_store`` in memory storage."""
         return f"{MEMORY}.{self.gateway}" if self.no_store else self.gateway
 
 
@@ -347,7 +347,7 @@ def decode(data: bytes) -> GenerateRequest:
         prompt = widened(stored.prompt, request.prompt_length)
     except ValueError as error:
         raise msgspec.ValidationError(str(error)) from None
-    msgspec.structs.force_setattr(request, "prompt", prompt)  # nobody else has this one
+    msgspec.structs.force_setattr(request, "prompt", prompt)  # no other code has a reference to it
     msgspec.structs.force_setattr(request, "prompt_length", 0)
     return request
 
@@ -459,7 +459,7 @@ def new_request_id(now_ns: int | None = None, randomness: bytes | None = None, *
 
 
 def cell_in(request_id: str) -> int:
-    """The number of the cell in an id, see ``new_request_id``; -1: it is no id of a request."""
+    """The number of the cell in an id, see ``new_request_id``; -1: it is not the id of a request."""
     try:
         return int(request_id[24:27], 16) if len(request_id) == 36 else -1
     except ValueError:

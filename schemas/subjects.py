@@ -60,7 +60,7 @@ def adapter_key(model: str, name: str) -> str:
 
 
 def weights_key(model: str) -> str:
-    """The key of a model in the bucket of what was asked of its weights, likewise."""
+    """The key of a model in the ``weights`` bucket, likewise."""
     return f"{token(model)}-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
 
 
@@ -187,7 +187,7 @@ class Subjects:
         return f"{self.namespace}.ctl.{worker}"
 
     def drain(self, worker: str) -> str:
-        """Where a worker takes the order to drain, and nothing else: others may give it than may use ``control``."""
+        """Where a worker receives orders to drain, sleep and wake; other users than for ``control`` may publish there."""
         return f"{self.namespace}.drain.{worker}"
 
     def audit(self, user: str) -> str:
@@ -195,7 +195,7 @@ class Subjects:
         return f"{self.namespace}.audit.{token(user)}"
 
     def usage(self, number: int) -> str:
-        """A part of the ledger of what requests used."""
+        """A part of the ledger of usage."""
         return f"{self.namespace}.usage.{number:08}"
 
     @property
@@ -212,12 +212,12 @@ class Subjects:
         return f"{self.namespace}.routed.{router}"
 
     def progress(self, gateway: str) -> str:
-        """Where a gateway answers how far a request is."""
+        """Where a gateway reports the progress of a request."""
         return f"{self.namespace}.progress.{gateway}"
 
     @property
     def reading(self) -> str:
-        """Where gateways say who reads which answer with them, so that no reader is served twice."""
+        """Where gateways announce the readers of answers, so that no reader is served twice."""
         return f"{self.namespace}.reading"
 
     @property
@@ -227,7 +227,7 @@ class Subjects:
 
     @property
     def verdict(self) -> str:
-        """Where gateways tell each other of poisonous requests that are not to be stored."""
+        """Where gateways announce poisonous requests that must not be stored."""
         return f"{self.namespace}.verdict"
 
     @property
@@ -236,12 +236,12 @@ class Subjects:
 
     @property
     def loads(self) -> str:
-        """Where a cell's routers say how loaded its workers are, for gateways that choose between cells."""
+        """Where a cell's routers publish the loads of its workers, for gateways that choose between cells."""
         return f"{self.namespace}.loads"
 
     @property
     def cost(self) -> str:
-        """Where gateways that choose between cells ask a cell's router what a request would cost there.
+        """Where gateways that choose between cells ask a cell's router for the cost of a request there.
 
         An empty message asks for ``loads`` for the next seconds.
         """
@@ -249,7 +249,7 @@ class Subjects:
 
     @property
     def room(self) -> str:
-        """Where a cell's router asks gateways which other cells have room for what it holds."""
+        """Where a cell's router asks gateways which other cells have room for its held requests."""
         return f"{self.namespace}.room"
 
     def lease(self, worker: str) -> str:

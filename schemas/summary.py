@@ -1,6 +1,6 @@
-"""One line about a request, from its messages: what lists of requests show and search. Pure.
+"""The summary of a request for lists and searches, from its messages. Pure.
 
-Part of the wire contract: it says what the messages of a request mean, for commands and the gateway alike.
+It is part of the wire contract, so that commands and the gateway read the messages of a request in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,28 +37,27 @@ def record_is_lost(request: GenerateRequest, now_ns: int) -> bool:
 
 
 class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request, unfinished or over. Times are Unix time in ns, 0: not yet, or not recorded.
+    """An unfinished or ended request. Times are Unix time in ns, 0: not yet, or not recorded.
 
     Attributes:
-        state: "queued" until a router has placed it; "unknown" if it ended, or must have, and its record is not to be
-            read; in lists over HTTP and in commands alike.
-        code: of a failure, as clients get it.
-        reason: why its first choice ended ("stop", "length", ...).
+        state: "queued" until a router has placed it; "unknown" if it ended, or must have, and its record cannot be
+            read. Lists over HTTP and commands use the same values.
+        code: the error code of a failure.
+        reason: the finish reason of its first choice ("stop", "length", ...).
         attempts: number of the last one; 0: none yet.
-        worker: of the last attempt.
-        earlier_workers: those that had it before, of this attempt and of those before it; records of releases up to
-            0.1 do not have them.
-        api_key: the part of its key that names it; "": it had none.
+        worker: the worker of the last attempt.
+        earlier_workers: earlier workers of this and previous attempts; not in records of releases up to 0.1.
+        api_key: the public part of its key; "": it had none.
         ran_as: its id in the cell that ran it; "": it ran in its own.
-        origin: the request of another cell that it is in this one; "": it is one of its own, which lists show.
+        origin: the id of the other cell's request that it runs; "": it belongs to this cell, and lists show it.
         revision, engine, build: as in ``done.MadeWith``.
-        before: the same, of one request only; lists do not have it.
+        before: as in ``done.MadeWith``; not in lists.
         adapter: its LoRA adapter; "": none.
         sampling: None: unknown.
-        files: pictures and videos that it made.
-        router: that placed its last attempt; "": unknown.
-        asked: the model that was asked for, where ``model`` ran as its fallback; else "".
-        reasoning_tokens: of ``completion_tokens``; -1: unknown.
+        files: generated images and videos.
+        router: the router that placed its last attempt; "": unknown.
+        asked: the requested model if ``model`` ran as its fallback; else "".
+        reasoning_tokens: reasoning among ``completion_tokens``; -1: unknown.
     """
 
     id: str
@@ -98,12 +97,12 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def workers(self) -> list[str]:
-        """Every worker that had it, the first one first."""
+        """All of its workers, the first one first."""
         return list(dict.fromkeys(filter(None, (*(each.worker for each in self.earlier_workers), self.worker))))
 
     @property
     def lost_workers(self) -> list[str]:
-        """Those that were lost while they had it."""
+        """Workers that were lost while they ran it."""
         return list(dict.fromkeys(each.worker for each in self.earlier_workers if each.lost))
 
     @property
@@ -306,22 +305,22 @@ def _of_record(event: Done | _Record, request: GenerateRequest | _Origin | None,
 
 
 def _attempts(event: Done | _Record) -> int:
-    """The number of the last attempt that a worker had: one that no worker got is not counted."""
+    """The number of the last attempt that reached a worker."""
     if event.worker or not event.timings.earlier_workers:
         return event.attempt
     return max(each.attempt for each in event.timings.earlier_workers)
 
 
 def headers_of(event: Done, request: GenerateRequest) -> dict[str, str]:
-    """The headers of a record beside its id."""
+    """The headers of a record besides its id."""
     headers = {HEADER_CONTENT_TYPE: DONE_TYPE, HEADER_SUMMARY: header_of(event, request)}
     return headers | {HEADER_NO_STORE: "1"} if request.no_store else headers
 
 
 def header_of(event: Done, request: GenerateRequest) -> str:
-    """The ``Penstock-Summary`` header of a record: what those may know of a request who may not read its body.
+    """The ``Penstock-Summary`` header of a record, for readers that may not read its body.
 
-    It has no text of the client's. The first word is its version, so that a later one can add words.
+    It has no text of the client. The first word is its version, so that a later version can add words.
     """
     one = _of_record(event, request, RequestSummary)
     return (
@@ -340,7 +339,7 @@ _MOST_NAMED = 32  # earlier workers in a header, the last ones
 
 
 def _earlier_word(workers: Sequence[EarlierWorker]) -> str:
-    """Attempt, worker and why it no longer had it, without the details, which may quote an engine."""
+    """Attempt, worker and the reason of its end, without details, which may quote an engine."""
     return ",".join(
         f"{each.attempt}:{quote(each.worker, safe='')}:{quote(each.ended.partition(':')[0], safe='')}"
         for each in workers[-_MOST_NAMED:]
@@ -418,17 +417,17 @@ def _text(word: str) -> str:
 
 
 class Criteria(msgspec.Struct, frozen=True):
-    """Which requests a list shows; what is empty or 0 is not asked for.
+    """The filters of a list of requests; empty or 0: no filter.
 
     Attributes:
         since_ns, until_ns: Unix time between which it was accepted.
         worker: id of one of its workers, or the beginning of it.
-        lost: a worker was lost while it had it.
-        code: of a failure; "any" for all failures.
+        lost: it lost a worker.
+        code: the code of a failure; "any" for all failures.
         models: it ran on one of these.
-        api_key: the part of its key that names it.
-        min_ms, min_ttft_ms: at least so long, from acceptance to the end and to the first token.
-        at_ns: it was under way at this time.
+        api_key: the public part of its key.
+        min_ms, min_ttft_ms: least time from acceptance to the end, and to the first token.
+        at_ns: it was unfinished at this time.
     """
 
     since_ns: int = 0
@@ -448,7 +447,7 @@ class Criteria(msgspec.Struct, frozen=True):
 
     @property
     def ended_since_ns(self) -> int:
-        """No request that ended before this time is wanted; 0: any may be."""
+        """Requests that ended before this time are not wanted; 0: all are."""
         return max(self.since_ns, self.at_ns)
 
     def accepts(self, summary: RequestSummary) -> bool:

@@ -1,9 +1,9 @@
-"""What tenants, API keys, models and adapters used: hourly sums of the requests that ended. Pure.
+"""Usage by tenants, API keys, models and adapters: hourly sums of ended requests. Pure.
 
-The ledger of a cell is the stream USAGE on its broker. Its messages, called parts, are about runs of DONE's messages,
-one behind the other: a part has the last sequence that it counts beside the sums, so both are stored in one write. A
-part grows, by being replaced, until it is closed; only then does the next one begin. So whoever writes from a part that
-is not the newest is refused, and no message is counted twice.
+The ledger of a cell is the stream USAGE on its broker. Its messages, called parts, cover consecutive ranges of DONE's
+messages. A part has its sums and the last sequence that it counts, so that both are stored in one write. It grows, by
+being replaced, until it is closed; then the next part begins. A write that is based on another part than the newest is
+refused, so no message is counted twice.
 """
 
 import datetime
@@ -22,17 +22,17 @@ MAX_ROWS = 2_000  # of a part, which is stored again whenever it grows
 
 
 class UsageRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the requests of one hour used.
+    """The usage of requests that ended within one hour.
 
     Attributes:
-        hour: in which they ended, as their broker's clock has it: hours since 1970, UTC.
-        key: the part that names an API key, such as "pst-0a1b2c3d4e5f"; "": without one, or over NATS.
-        adapter: the name of a LoRA adapter, of whatever weights; "": none.
-        requests: that had an answer, or part of one.
-        cached: of ``prompt``, tokens whose KV was there.
-        images: pictures and videos.
-        reasoning: of ``completion``, tokens of reasoning and its marks.
-        reasoning_unknown: requests whose reasoning is not among these: its marks are no single tokens of their model.
+        hour: of their ends by the broker's clock, in hours since 1970, UTC.
+        key: the public part of an API key, such as "pst-0a1b2c3d4e5f"; "": without a key, or over NATS.
+        adapter: the name of a LoRA adapter, whatever its weights; "": none.
+        requests: number of requests with an answer, or part of one.
+        cached: tokens of ``prompt`` from a cache.
+        images: images and videos.
+        reasoning: tokens of ``completion`` that are reasoning or its marks.
+        reasoning_unknown: requests whose reasoning is not counted, since its marks are not single tokens.
     """
 
     hour: int
@@ -50,12 +50,12 @@ class UsageRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def group(self) -> tuple[int, str, str, str, str]:
-        """What rows that are one have in common."""
+        """The fields that rows must share to be added."""
         return self.hour, self.tenant, self.key, self.model, self.adapter
 
     @property
     def tokens(self) -> int:
-        """What counts against a budget."""
+        """The tokens that count against a budget."""
         return self.prompt + self.completion
 
 
@@ -63,8 +63,8 @@ class UsageGap(msgspec.Struct, frozen=True, omit_defaults=True):
     """Messages that DONE had discarded before they were counted.
 
     Attributes:
-        messages: at most this many; those that end no request are among them.
-        since_ns, until_ns: Unix time between which they were stored; 0: not known.
+        messages: upper limit of their number; it includes messages that do not end a request.
+        since_ns, until_ns: Unix time between which they were stored; 0: unknown.
     """
 
     messages: int
@@ -76,10 +76,10 @@ class UsagePart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of the ledger.
 
     Attributes:
-        last: sequence in DONE; everything up to it was counted, here or in the parts before.
-        counted_ns: when the last message was stored, Unix time: a recreated stream has another message there.
-        closed: it grows no more.
-        gap: before its first message.
+        last: sequence in DONE up to which everything was counted, in this or an earlier part.
+        counted_ns: Unix time at which that message was stored; in a recreated stream it differs.
+        closed: it no longer grows.
+        gap: the gap before its first message.
     """
 
     number: int
@@ -94,7 +94,7 @@ decode = decoder(UsagePart)
 
 
 class CountedEnd(NamedTuple):
-    """One message of DONE. ``time_ns``: when it was stored, Unix time; ``row``: what it adds, None: nothing."""
+    """One message of DONE. ``time_ns``: Unix time at which it was stored; ``row``: its usage, None: nothing."""
 
     seq: int
     time_ns: int
@@ -102,13 +102,13 @@ class CountedEnd(NamedTuple):
 
 
 def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSummary | None) -> CountedEnd:
-    """What a record adds.
+    """The usage of a record.
 
-    A request counts with its answer, or the part of one that was made; one that failed without a token does not. Of a
-    request that ran in another cell, the record in its own cell counts. What was imported was used elsewhere.
+    A request counts with its whole or partial answer, but not if it failed without a token. If it ran in another cell,
+    only the record in its own cell counts. Imported records do not count.
 
     Args:
-        summary: of the record; None: the message is none.
+        summary: the record's; None: the message is not a record.
     """
     if summary is None or summary.origin or HEADER_RECORDED_TIME in headers:
         return CountedEnd(seq, time_ns, None)
@@ -134,10 +134,10 @@ def count(seq: int, time_ns: int, headers: Mapping[str, str], summary: RequestSu
 
 
 def grown(part: UsagePart, counted: Iterable[CountedEnd]) -> tuple[UsagePart, list[CountedEnd]]:
-    """The part with further messages of the log, and those that are for the next part: then this one is closed.
+    """The part with further messages of the log, and the messages left for the next part; if any, this one is closed.
 
     Args:
-        counted: in the log's order. Those that the part has already are passed over.
+        counted: in the log's order. Messages that the part has already are skipped.
     """
     if part.closed:
         return part, [each for each in counted if each.seq > part.last]
@@ -178,21 +178,21 @@ def added(one: UsageRow, other: UsageRow) -> UsageRow:
 
 
 def following(part: UsagePart) -> UsagePart:
-    """The empty part behind a closed one."""
+    """The empty part after a closed one."""
     return UsagePart(part.number + 1, part.last, part.counted_ns)
 
 
 def resumed(part: UsagePart | None, position: int, first: int, first_ns: int) -> tuple[UsagePart | None, UsagePart]:
     """Where counting continues: the part to close first, and the part that grows from then on.
 
-    That is the newest, unless what follows it is gone: what DONE has discarded is a gap before the next part. If DONE
-    was recreated, or has lost its end, its messages from there on are counted.
+    That is the newest part, unless DONE has discarded the messages after it, which are then a gap before the next part.
+    If DONE was recreated, or has lost its end, its messages from there on are counted.
 
     Args:
-        part: the newest; None: there is none, so the count begins with what DONE has.
-        position: the sequence up to which DONE has what was counted.
-        first: its first sequence; of an empty one, behind the last.
-        first_ns: when its first message was stored; 0: it has none.
+        part: the newest; None: there is none, so counting begins with DONE's first message.
+        position: the last counted sequence that DONE still has.
+        first: DONE's first sequence; if it is empty, the next one.
+        first_ns: Unix time at which its first message was stored; 0: it has none.
     """
     if part is None:
         part = UsagePart(0, closed=True)
@@ -217,7 +217,7 @@ EVERY = ("hour", "day", "month")
 
 
 class UsageSum(NamedTuple):
-    """What was used in one interval by one group. ``begin_s``, ``end_s``: Unix time; 0: of no interval."""
+    """The usage of one group in one interval. ``begin_s``, ``end_s``: Unix time; 0: there is no interval."""
 
     begin_s: int
     end_s: int
@@ -242,7 +242,7 @@ def interval(hour: int, every: str) -> tuple[int, int]:
 
 
 class UsageTable:
-    """Rows as they come, by interval and group.
+    """Adds rows by interval and group.
 
     Args:
         by: names of ``BY``.

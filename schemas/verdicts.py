@@ -1,7 +1,7 @@
 """Requests that were found to crash every worker: entries of the ``verdicts`` bucket, which gateways write and follow.
 
-An entry holds for an hour. One of a request with ``no_store`` is in no bucket: gateways tell it each other, and keep it
-in memory.
+An entry is valid for an hour. The entry of a request with ``no_store`` is not stored: gateways send it to each other
+and keep it in memory.
 """
 
 import msgspec
@@ -17,8 +17,8 @@ SECRET = "secret"  # the bucket's key whose value keys the digests
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """
     Attributes:
-        request: that was found.
-        at_ns: when, Unix time.
+        request: id of the request.
+        at_ns: Unix time of the verdict.
         repeated: id of its first repeat, which runs alone; "": there was none. Later ones are refused.
     """
 
@@ -28,7 +28,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Announced(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A verdict that is not to be stored. ``verdict`` None: it was withdrawn."""
+    """A verdict that must not be stored. ``verdict`` None: it was withdrawn."""
 
     key: str
     verdict: Verdict | None = None
@@ -39,12 +39,12 @@ decode_announced = decoder(Announced)
 
 
 def key_of(request: GenerateRequest, secret: bytes) -> str:
-    """What a repeat has in common with a request: tenant, model, revision, and everything that its worker computes.
+    """A digest that repeats of a request share: of tenant, model, revision, and everything that a worker computes.
 
-    The seed is left out, which a gateway draws if the client gives none.
+    It does not include the seed, which a gateway draws if the client gives none.
 
     Args:
-        secret: 32 bytes, of the deployment.
+        secret: the deployment's 32 secret bytes.
     """
     diffusion = request.diffusion
     content = (
