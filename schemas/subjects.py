@@ -187,7 +187,7 @@ class Subjects:
         return f"{self.namespace}.ctl.{worker}"
 
     def drain(self, worker: str) -> str:
-        """Where a worker receives orders to drain, sleep and wake; other users than for ``control`` may publish there."""
+        """Where a worker receives orders to drain, sleep and wake, also from users without rights on ``control``."""
         return f"{self.namespace}.drain.{worker}"
 
     def audit(self, user: str) -> str:
