@@ -1,1 +1,1 @@
-"""Who asks, and what they may see: API keys and tenants. How much they may ask is decided in ``gateway.admission``."""
+"""Callers and their rights: API keys and tenants. Their limits are enforced in ``gateway.admission``."""

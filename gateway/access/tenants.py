@@ -1,4 +1,4 @@
-"""Which tenants there are and what each may do: the ``tenants`` bucket as a live table, for both APIs."""
+"""The tenants and their rights: the ``tenants`` bucket as a live table, for both APIs."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Whether a request repeats one that crashed every worker: the first repeat runs alone, later ones are refused.
+"""Finds requests that repeat one that crashed every worker: the first repeat runs alone, later ones are refused.
 
 A request that differs a little is no repeat. So verdicts are counted by tenant, too: the requests of one with several
 within an hour are watched, which spares a worker each, and with many nothing more of it is accepted.

@@ -1,4 +1,4 @@
-"""Whether requests with ``no_store`` can be taken: memory storage has room for them.
+"""Decides whether requests with ``no_store`` are accepted: memory storage must have room for them.
 
 Whether the log has room for new work: requests that wait must not be discarded by those that come after them.
 

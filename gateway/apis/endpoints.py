@@ -1,4 +1,4 @@
-"""What differs by the endpoint of a request: which options its body knows, and how its answer is shaped."""
+"""Differences between endpoints: the options of a body, and the shape of an answer."""
 
 import asyncio
 import re

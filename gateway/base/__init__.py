@@ -1,1 +1,1 @@
-"""What every folder of the gateway stands on: errors, metrics, options of bodies, events, objects of answers."""
+"""The base of every folder of the gateway: errors, metrics, options of bodies, events, objects of answers."""

@@ -1,4 +1,4 @@
-"""What a gateway counts; names end in their unit."""
+"""The metrics of a gateway; names end in their unit."""
 
 from penstock.gateway.base.chat_objects import UsageBody
 from penstock.infra.metrics.scope import MetricScope

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask beside chats: the models, one model, the version; and whether a model is there.
+"""Ollama's endpoints besides chats: the models, one model, the version, and loading a model.
 
 Many desktop programs speak this API alone. Names have no tags here; the tag that clients add is taken off.
 """

@@ -1,4 +1,4 @@
-"""What the bytes of a medium are: an image, or an embedding file of a known shape. Nothing is decoded.
+"""Recognises the bytes of a medium: an image, or an embedding file of a known shape. Decodes nothing.
 
 Format and size of an image, from its header. Nothing is decoded.
 

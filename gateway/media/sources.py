@@ -1,4 +1,4 @@
-"""Where a medium is, from the URL that a client writes: inline, in a local folder, or on a host. Pure.
+"""The place of a medium, from a client's URL: inline, in a local folder, or on a host. Pure.
 
 Files and the network are left to ``penstock.gateway.media.loader``, which checks each step with this module.
 

@@ -1,1 +1,1 @@
-"""What HTTP and NATS share: models, preparing bodies, accepting requests, following their answers."""
+"""The part that HTTP and NATS share: models, preparing bodies, accepting requests, following their answers."""

@@ -1,4 +1,4 @@
-"""Which cell of a deployment takes a new request.
+"""Chooses the cell of a deployment that takes a new request.
 
 Each cell costs, in prompt tokens of work, and the cheapest one takes the request:
 

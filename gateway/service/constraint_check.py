@@ -1,4 +1,4 @@
-"""Whether a constraint on the output can be compiled, before its request is accepted."""
+"""Checks that a constraint on the output can be compiled, before its request is accepted."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What time it is at the broker: one clock for a deployment whose machines disagree.
+"""The broker's time: one clock for a deployment whose machines disagree.
 
 A request's id, creation and deadline are compared with the times at which the broker stored messages, and at other
 machines. By a gateway's own clock that is ahead, a request lies where nobody looks for it; by a worker's, its deadline

@@ -1,4 +1,4 @@
-"""What JetStream answers to a publish or an API request, and the error codes that Penstock acts on.
+"""JetStream's answers to publishes and API requests, and the error codes that Penstock handles.
 
 Codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 

@@ -1,4 +1,4 @@
-"""How close a stream is to discarding unfinished messages, from samples of its state. Pure.
+"""Estimates how soon a stream discards unfinished messages, from samples of its state. Pure.
 
 A full stream discards its oldest messages. What must not be discarded begins at the oldest unfinished message; the
 share of ``max_bytes`` from there to the stream's end is how full the stream is for us. The server reports counts and

@@ -1,4 +1,4 @@
-"""Whether constraints can be compiled within limits, tried in processes that can be ended.
+"""Tries to compile constraints within limits, in processes that can be ended.
 
 llguidance cannot be stopped while it compiles, some schemas take minutes, and a long chain of references overflows its
 stack, which ends the process. So each constraint is first compiled in a fork of a small process, under limits of CPU

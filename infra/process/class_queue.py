@@ -1,4 +1,4 @@
-"""Who is next among requests that wait: tenants by their shares, a tenant's by due time. No clock, no tasks.
+"""The order of waiting requests: tenants by their shares, a tenant's by due time. No clock, no tasks.
 
 A router orders with it what it holds of a class, a worker what waits for a place in its engine.
 

@@ -1,4 +1,4 @@
-"""What a process that serves does with its memory: when it collects garbage, and how large its pages are."""
+"""Memory settings of serving processes: when to collect garbage, and the size of pages."""
 
 import contextlib
 import ctypes

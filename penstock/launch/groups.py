@@ -1,4 +1,4 @@
-"""Which workers a deployment has: how many of each role, their settings, and the GPUs that each one sees.
+"""The workers of a deployment: the number of each role, their settings, and the GPUs of each.
 
 Pure: what a recipe and a file of engine arguments say comes in as values.
 """

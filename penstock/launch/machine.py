@@ -1,4 +1,4 @@
-"""What this machine has for a deployment: engines, models, GPUs, and ports in a row.
+"""The machine's resources for a deployment: engines, models, GPUs, and consecutive ports.
 
 The sockets on which the gateways of a deployment listen: one for all, and one for each if there are several.
 """

@@ -1,4 +1,4 @@
-"""What ``penstock up`` starts: a pure function from its settings to the settings of each child.
+"""Plans the processes of ``penstock up``: a pure function from its settings to the settings of each child.
 
 Workers that join a deployment which runs: their settings and GPUs. Pure.
 """

@@ -1,4 +1,4 @@
-"""Whether a starting deployment can serve: its workers are registered, and each gateway answers that it is ready.
+"""Checks that a starting deployment can serve: its workers are registered, and each gateway answers that it is ready.
 
 Which workers are registered right now, asked once: for the start of a deployment, not for serving.
 

@@ -1,4 +1,4 @@
-"""What ``penstock up`` shows: a line per process while it starts, then how to use what runs."""
+"""The output of ``penstock up``: a line per process while it starts, then how to use the deployment."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Which latencies a number of workers gives under a load, and how many are needed for given ones. Pure arithmetic.
+"""The latencies of a number of workers under a load, and the workers needed for given latencies. Pure arithmetic.
 
 Prefill workers are a queue with several servers: the mean wait is Sakasegawa's approximation of M/M/c
 (doi:10.1007/BF02480231). Decode workers run what they have at once: requests at a worker are tokens per second times

@@ -1,4 +1,4 @@
-"""What a deployment's log and fleet say of the last interval: the inputs of a decision.
+"""Observes the last interval in a deployment's log and fleet: the inputs of a decision.
 
 Requests are counted by the sequence of their stream, which all models share: where there are several, a model's part is
 its part of the requests that ended.

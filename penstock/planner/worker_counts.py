@@ -1,4 +1,4 @@
-"""How many workers there should be: a function of the state, what was seen of the last interval, and the time.
+"""Decides the number of workers: a function of the state, the last interval's observation, and the time.
 
 No clock, no broker. A decision takes these steps:
 

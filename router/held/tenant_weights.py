@@ -1,4 +1,4 @@
-"""What routers need of tenants' limits, followed from their bucket: weights, which share out work, and bounds."""
+"""The parts of tenants' limits that routers need, followed from their bucket: weights and bounds."""
 
 import asyncio
 

@@ -1,1 +1,1 @@
-"""Which router places the requests of which model."""
+"""Assigns models to the routers that place their requests."""

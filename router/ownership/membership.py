@@ -1,4 +1,4 @@
-"""Which routers run, by a bucket of leases, and which of them owns which model.
+"""The running routers, by a bucket of leases, and the models that each owns.
 
 Only the owner of a model reads, holds and places its requests, so that they are ordered in one place; the other routers
 of its cell stand by. Ownership improves decisions, but it is no lock: two routers that both believe that they own a

@@ -1,1 +1,1 @@
-"""Which targets a request goes to, and what it costs there."""
+"""Chooses the targets of a request by its cost there."""

@@ -1,4 +1,4 @@
-"""Whether a target can take a request, and what it costs there, in prompt tokens of work. Pure.
+"""Checks that a target can take a request, and computes its cost there in prompt tokens of work. Pure.
 
     whole request   s · (A + A · min(u / 8192, 1) + 2 u + u · min(d / 40 + n / 8, 2.5))
                                     +  t · (D / 32 + 3000 w)  +  max(s, t) · S / 256

@@ -1,4 +1,4 @@
-"""Which targets a request goes to: filter, score, pick. A pure function of a ``RoutingContext``.
+"""Chooses the targets of a request: filter, score, pick. A pure function of a ``RoutingContext``.
 
 An aggregated worker runs prefill and decode. A decode worker computes a prompt itself if few of its tokens are not
 cached, and is paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages,

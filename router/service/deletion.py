@@ -1,4 +1,4 @@
-"""Deletes what the log holds of requests: those that gateways ask for.
+"""Deletes the messages of requests from the log, when gateways ask for it.
 
 Gateways, which clients reach, may not delete anything of the pipeline's own streams. Any router answers, and replies
 once everything is gone. Overwriting is expensive for the broker, so a router rests in between (``Eraser``).

@@ -1,4 +1,4 @@
-"""What a router does at intervals: deadlines, claims on held requests, retention in the streams, snapshots.
+"""A router's periodic work: deadlines, claims on held requests, retention in the streams, snapshots.
 
 What is unfinished must stay in its stream, so the oldest messages are published again before the stream would discard
 them. Of the jobs of active requests in WORK: a router that takes over a request reads its job there. Copies have

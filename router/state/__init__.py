@@ -1,1 +1,1 @@
-"""What a router knows: which target caches which prefix, what each has to do, which workers are lost."""
+"""A router's state: the cached prefixes and the load of each target, and lost workers."""

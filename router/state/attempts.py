@@ -1,4 +1,4 @@
-"""What the logs say of the attempts of requests: sent to a worker, at what cost, returned, or ended. Pure.
+"""The attempts of requests in the logs: sent to a worker, with their cost, returned, or ended. Pure.
 
 A router that is not the owner of a model decides nothing for it, so it folds of its requests only what it needs to take
 over (``UnownedRequests``): a message is kept as it came until the request ends. Most end before anybody asks. ``take``

@@ -1,4 +1,4 @@
-"""What a router knows, as bytes in the object store: a restart reads the tail of the logs instead of their last hour.
+"""A router's state as bytes in the object store: a restart reads the tail of the logs instead of their last hour.
 
 A snapshot is of one moment, and is encoded in steps while its source keeps changing; the event loop runs in
 between. Each part is stored after its length. That of the prefix index has the order of eviction too, so an index that

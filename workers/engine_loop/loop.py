@@ -1,4 +1,4 @@
-"""What is done with an engine, in turn: commands, steps, and flushes of what the steps returned (``step_output``).
+"""Drives an engine: commands, steps, and flushes of the steps' output (``step_output``), in turn.
 
 No NATS here. All per-token work happens in the engine thread, which ``engine_thread`` chooses and which calls
 ``advance``. The worker's session sees one ``Flush`` for one or more steps. While it has not consumed the last one, up

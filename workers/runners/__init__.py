@@ -1,1 +1,1 @@
-"""What runs a request: tokens, images and videos, or embeddings."""
+"""Runners of requests: for tokens, images and videos, or embeddings."""

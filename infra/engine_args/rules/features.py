@@ -1,4 +1,4 @@
-"""Which features do not work together, or not in this release?
+"""Features that do not work together, or not in this release.
 
 Do blocks, attention windows and events of the KV cache match the model and the router, does all of it fit into the
 GPU's memory, and can prefill hand off its KV cache to decode without a deadlock?

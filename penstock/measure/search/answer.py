@@ -1,4 +1,4 @@
-"""What a candidate becomes: recipes, a command, and values of the Helm chart. Pure."""
+"""The output for a candidate: recipes, a command, and values of the Helm chart. Pure."""
 
 import shlex
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a sweep sends: lengths in tokens, what prompts share, images, and at which levels of load.
+"""The workload of a sweep: lengths in tokens, shared prefixes, images, and levels of load.
 
 Text that is exactly this many tokens long for one tokenizer.
 

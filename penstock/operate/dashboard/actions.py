@@ -1,4 +1,4 @@
-"""What the dashboard does to requests: terminate one, or send one again.
+"""The dashboard's actions on requests: terminate one, or send one again.
 
 The dashboard's token only lets one read. So each of these asks for the operator's password of the broker, which the
 broker itself checks, and which is not kept. A form that another site sends has neither that, nor the mark that the

@@ -1,4 +1,4 @@
-"""What a check found.
+"""The finding of a check.
 
 Checks of the certificates that gateways and the broker show: their dates, now and in the next days.
 """

@@ -1,4 +1,4 @@
-"""Which proposed tokens are accepted, and how many were. Pure.
+"""Accepts proposed tokens, and counts them. Pure.
 
 Proposes what followed the latest occurrence of a sequence's last n-gram, in its prompt or output. Pure.
 

@@ -1,4 +1,4 @@
-"""Which waiting sequence starts next, and with which blocks. Pure.
+"""Chooses the waiting sequence that starts next, and its blocks. Pure.
 
 In each class sequences are served first come, first served, as far as tenants' shares allow (``StartQueue``).
 Whoever is next is the head, which nothing behind it overtakes. That must not end in a deadlock: a reservation holds

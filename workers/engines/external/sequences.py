@@ -1,4 +1,4 @@
-"""One sequence on its way through an external engine, and the updates that its follower reports.
+"""One sequence in an external engine, and the updates that its follower reports.
 
 Log-probabilities of a prompt come from the lists of TensorRT-LLM and vLLM.
 """

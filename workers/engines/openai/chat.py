@@ -1,4 +1,4 @@
-"""What is sent to a server's ``/v1/chat/completions``, and its answer as numbered tokens. Pure.
+"""Requests to a server's ``/v1/chat/completions``, and its answers as numbered tokens. Pure.
 
 Such a server makes the prompt, and parses the answer: thoughts and tool calls come in fields of their own. They become
 text again, with the marks of the family ``PARSED``, and that becomes tokens of the folder's tokenizer, so that what

@@ -1,4 +1,4 @@
-"""What is sent to a server's ``/v1/completions``, and its answer as numbered tokens. Pure."""
+"""Requests to a server's ``/v1/completions``, and its answers as numbered tokens. Pure."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
