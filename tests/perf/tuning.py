@@ -16,10 +16,13 @@ import gc
 import hashlib
 import os
 import random
+import sys
 import time
+from array import array
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import uvloop
 from blake3 import blake3
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -32,6 +35,11 @@ from penstock.infra.process import gc_policy, turns
 from penstock.infra.text.encoder import TextEncoder
 from penstock.measure.load_generator import WORDS
 from penstock.router.state import radix_tree
+from penstock.workers.engine_loop import loop as engine_loop
+from penstock.workers.engine_loop.engine_thread import EngineThread
+from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.step_output import Flush, SequenceState
+from penstock.workers.engines.engine_protocol import Engine, Output, StepResult
 from penstock.workers.runners import embedding_runner
 
 
@@ -224,8 +232,83 @@ def padding(rounds: int) -> list[Figure]:
     return [Figure("texts of 5 to 2,000 tokens", padded(embedding_runner.NEAR_SHARE), padded(1.0), "%")]
 
 
+class _Launching:
+    """An engine whose steps take a device 12 ms, and to launch the interpreter for 4."""
+
+    kv_transfer, blocked = None, False
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+        self.ended: dict[str, float] = {}  # when each step's result was there, by request
+        self._device = self._running = 0.0  # when it is free; when the step in flight ends
+
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> StepResult:
+        began = time.perf_counter()
+        while time.perf_counter() < began + 0.004:
+            sum(range(50))
+        launched, running = time.perf_counter(), self._running
+        self._running = self._device = max(self._device, launched) + 0.012
+        if not running:
+            return StepResult([], [], [], [], 1)
+        time.sleep(max(0.0, running - launched))
+        self.left -= 1
+        choice = SequenceState(None, str(self.left), 1, 0, "g", array("I"), False)
+        self.ended[choice.request_id] = time.perf_counter()
+        in_time = running > launched
+        return StepResult([Output(choice, 5)], [], [], [], 1, launch_s=launched - began if in_time else 0.0)
+
+    def close(self) -> None: ...
+
+
+_TIMES = """
+import sys, time
+while data := sys.stdin.buffer.read1():
+    now = time.perf_counter()
+    for request in data.split():
+        print(now, request.decode())
+"""  # when the output of each step arrives at another process
+
+
+def writes(rounds: int) -> list[Figure]:
+    """``loop.WRITE_S``: from a step's result to another process, while the next step is launched."""
+
+    async def run(engine: _Launching) -> float:
+        events, queue = asyncio.get_running_loop(), asyncio.Queue[Flush]()
+        loop = EngineLoop()
+        thread = EngineThread(lambda: cast("Engine", engine), loop, lambda error: None)
+        arrived = await asyncio.create_subprocess_exec(
+            sys.executable, "-S", "-c", _TIMES, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert arrived.stdin is not None
+        thread.start()
+        loop.begin_session(lambda flush: cast("None", events.call_soon_threadsafe(queue.put_nowait, flush)))
+        while engine.left or not queue.empty():
+            for item in (await queue.get()).items["g"]:
+                arrived.stdin.write(item.request.encode() + b" ")
+            events.call_soon(loop.flush_consumed)
+        loop.stop()
+        await asyncio.to_thread(thread.join, 5)
+        lines = (await arrived.communicate(b""))[0].decode().splitlines()
+        took = sorted(float(at) - engine.ended[request] for at, request in map(str.split, lines))
+        return took[len(took) // 4]
+
+    real, interval = engine_loop.WRITE_S, sys.getswitchinterval()
+    sys.setswitchinterval(0.001)  # as in ``run_worker``
+    times = []
+    try:
+        for engine_loop.WRITE_S in (real, 0.0):
+            times.append(uvloop.run(run(_Launching(max(10, rounds)))))
+    finally:
+        engine_loop.WRITE_S = real
+        sys.setswitchinterval(interval)
+    return [Figure("WRITE_S: a flush of a step of 12 ms, first quartile", times[0], times[1])]
+
+
 MEASURES: dict[str, Callable[[int], list[Figure]]] = {
-    each.__name__: each for each in (words, threads, burst, garbage, shards, padding)
+    each.__name__: each for each in (words, threads, burst, garbage, shards, padding, writes)
 }
 
 

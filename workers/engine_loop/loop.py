@@ -105,8 +105,11 @@ ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
 # (``penstock bench http --concurrency 64``, 40 alternating pairs with a mock engine on two cores).
 FAST_STEP_S = 0.0005
 # How long such an engine waits, behind a flush with first tokens, until they are written. It holds the interpreter, so
-# they would wait for its next steps, or for ``sys.setswitchinterval``.
-FIRST_TOKENS_S = 0.002
+# they would wait for its next steps, or for ``sys.setswitchinterval``. One that runs ahead waits behind every flush, at
+# most for a share of a step's time: to launch one takes milliseconds of Python. A flush is written 0.2 ms after its
+# step instead of 1.2 (``python -m tests.perf.tuning writes``).
+WRITE_S = 0.002
+WRITE_SHARE = 1 / 3
 PACE_WINDOW_S = 30.0
 # An engine that runs ahead has a step in flight when it returns the one before. The next is planned when that one is
 # about to end, so that sequences which come meanwhile are in it: this long before, and twice what planning took last.
@@ -201,6 +204,7 @@ class EngineLoop:
         self._ahead = 0  # steps since the last flush
         self._returned_at = 0.0  # when the last step returned, by the clock; 0: none was in flight behind it
         self._step_s = 0.0  # that the last step without prompts took
+        self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
@@ -351,6 +355,8 @@ class EngineLoop:
             return 0.0
         working = engine.has_work()
         self._waits_for_consumer = working or bool(self._output)  # before ``_in_flight`` is read
+        if self._writes_until and self._in_flight and (writes_s := self._writes_until - self._clock()) > 0:
+            return writes_s
         if working and self._ahead < MAX_AHEAD:
             early_s = self._plan_at - self._clock()
             return early_s if early_s > 0 else self._step(engine)
@@ -407,8 +413,13 @@ class EngineLoop:
         if not self._in_flight and now >= self.flush_due:
             # Another flush follows soon: one message with KV events costs the broker and routers less than two.
             goes_on = now - began < FAST_STEP_S and engine.has_work()
-            if self._flush(keep_events=goes_on) and goes_on:
-                pause = FIRST_TOKENS_S
+            flush = self._flush(keep_events=goes_on)
+            if flush is not None and goes_on and flush.started:
+                pause = WRITE_S
+            elif flush is not None and result.launch_s and (now - began) * WRITE_SHARE > LEAST_WAIT_S:
+                pause = min(WRITE_S, (now - began) * WRITE_SHARE)  # the device computes meanwhile
+                self._waits_from = self._waits_from or now
+            self._writes_until = now + pause if pause else 0.0
         return pause
 
     def _plan_late(self, now: float, launch_s: float, *, prompts: bool) -> None:
@@ -427,15 +438,15 @@ class EngineLoop:
         if wait_s > LEAST_WAIT_S:
             self._waits_from, self._plan_at = now, now + wait_s
 
-    def _flush(self, *, keep_events: bool = False) -> bool:
-        """Deliver the collected output; True: there are first tokens in it."""
+    def _flush(self, *, keep_events: bool = False) -> Flush | None:
+        """Deliver the collected output; None: there is none."""
         with self._lock:
             if not self._in_flight:
                 self._ahead = 0
             if not self._output or self._deliver is None:
-                return False
+                return None
             flush = self._output.take(keep_events=keep_events)
             self.flush_due = self._clock() + flush_pause(sum(map(len, flush.items.values())))
             self._in_flight += 1
             self._deliver(flush)
-            return bool(flush.started)
+            return flush

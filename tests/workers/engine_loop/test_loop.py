@@ -18,7 +18,16 @@ from penstock.schemas import block_hashes, kv, wire
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
 from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import FAST_STEP_S, FIRST_TOKENS_S, MAX_AHEAD, PLAN_EARLY_S, EngineLoop, StepPace
+from penstock.workers.engine_loop.loop import (
+    FAST_STEP_S,
+    LEAST_WAIT_S,
+    MAX_AHEAD,
+    PLAN_EARLY_S,
+    WRITE_S,
+    WRITE_SHARE,
+    EngineLoop,
+    StepPace,
+)
 from penstock.workers.engine_loop.step_output import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState, StepOutput
 from penstock.workers.engines import mock
 from penstock.workers.engines.engine_protocol import (
@@ -282,7 +291,7 @@ def test_an_engine_faster_than_the_clock_gathers_its_output(harness: Callable[..
     assert h.tokens(choice) == expected_tokens([1, 2], 2 * MAX_AHEAD + 11, VOCABULARY)
 
 
-@pytest.mark.parametrize(("step_s", "waits"), [(FAST_STEP_S / 2, FIRST_TOKENS_S), (FAST_STEP_S * 2, 0.0)])
+@pytest.mark.parametrize(("step_s", "waits"), [(FAST_STEP_S / 2, WRITE_S), (FAST_STEP_S * 2, 0.0)])
 def test_a_fast_engine_lets_first_tokens_be_written_before_its_next_step(step_s: float, waits: float) -> None:
     """Else they would wait for the interpreter, which such an engine holds."""
     made = mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0))
@@ -357,6 +366,45 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
     loop.advance(made)
     assert made.steps == steps  # the command was run, and the step is not planned for that
     assert waits()
+
+
+@pytest.mark.parametrize("step_s", [0.012, 0.0045, 0.002])
+def test_an_engine_that_runs_ahead_has_its_output_written_before_it_launches_another_step(step_s: float) -> None:
+    """Else that would wait for the interpreter, while the device computes."""
+    launch_s = step_s / 2 - 0.0005  # too long for it to wait for the end of a step
+    made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), step_s, launch_s)
+    loop = EngineLoop(clock=lambda: made.now)
+    flushes: list[Flush] = []
+    loop.begin_session(flushes.append)
+    loop.submit([sequence(new_choice("long"), [1, 2], 200)], refuse)
+
+    def step() -> float:
+        """The wait behind the next step that makes a flush, the ones before having been consumed."""
+        while True:
+            while flushes:
+                flushes.pop()
+                loop.flush_consumed()
+            pause = loop.advance(made) or 0.0
+            if flushes:
+                return pause
+            made.now += pause
+
+    for _ in range(5):
+        step()
+    waits = step()
+    share_s = step_s * WRITE_SHARE
+    assert waits == pytest.approx(min(WRITE_S, share_s) if share_s > LEAST_WAIT_S else 0.0)
+    if not waits:
+        return
+    steps = made.steps
+    made.now += 0.0005
+    loop.wake()  # a command that came meanwhile
+    assert loop.advance(made) == 0.0
+    assert loop.advance(made) == pytest.approx(waits - 0.0005)
+    assert made.steps == steps
+    loop.flush_consumed()
+    while made.steps == steps:
+        assert not loop.advance(made) or made.steps > steps
 
 
 def test_an_engine_that_was_held_up_is_not_waited_for_as_long_again() -> None:
