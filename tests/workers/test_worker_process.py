@@ -335,7 +335,9 @@ def test_faststream_lists_what_a_worker_reads_with_the_schemas_of_its_messages(t
     assert found == {
         "ps.work.{role}.{worker}": {"Job", "Encoded", "Prefilled", "Revoke"},
         "ps.cancel": {"Cancel"},
-        "ps.ctl.{worker}": {"DumpKv", "Drain", "Release", "Push", "PinPrefix", "Sleep", "Wake", "RecordTrace"},
+        "ps.ctl.{worker}": {
+            *("DumpKv", "Drain", "Release", "Push", "Reserve", "Fetch", "PinPrefix", "Sleep", "Wake", "RecordTrace")
+        },
         "ps.drain.{worker}": {"Drain", "Sleep", "Wake", "RecordTrace"},
     }
     decision = Decision(
