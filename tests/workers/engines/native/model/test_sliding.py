@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.loading import load
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.pools import SlidingLayers, make_pools, pool_sizes, sliding_layers
+from penstock.workers.kv_transfer.transport_protocol import Transport
+from penstock.workers.kv_transfer.transport_thread import open_transport
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
+from tests.workers.kv_transfer.support import needs_nixl
 
 COUNT = 180
 ROOT = root("revision")
@@ -39,17 +43,17 @@ def steps(native: ScheduledEngine, count: int) -> tuple[list[int], int]:
     return found, most
 
 
-def handed_off(directory: Path, length: int, **options: object) -> None:
+def handed_off(directory: Path, length: int, opened: Callable[..., Transport] | None = None) -> None:
     """What two engines answer, one of the prompt and one behind it, is what ``generate`` does.
 
     The second computes nothing of the prompt, and of the sliding layers only a window has moved.
     """
-    network, words, count = LoopbackNetwork(), prompt(length), COUNT // 3
-    source, target = engine(directory, **options), engine(directory, **options | {"kv_blocks": 56})
+    words, count = prompt(length), COUNT // 3
+    source, target = engine(directory), engine(directory, kv_blocks=56)
     run(source, [request("before", prompt(11, salt=3), 5)])
-    owner, reader = (
-        open_loopback(network, name, made.memory()) for name, made in (("owner", source), ("reader", target))
-    )
+    opened = opened or partial(open_loopback, LoopbackNetwork())
+    owner, reader = (opened(name, made.memory()) for name, made in (("owner", source), ("reader", target)))
+    assert reader.connect(owner.endpoint).result(20) is None
     windows = source.scheduler.kv_cache.windows
     assert windows is not None
     source.submit(request("a", words, 1, root=ROOT, pin=True))
@@ -89,6 +93,13 @@ def test_a_prompt_prefilled_elsewhere_comes_with_its_window(
     name: str, length: int, model_dir: Callable[[str], Path]
 ) -> None:
     handed_off(model_dir(name), length)
+
+
+@needs_nixl
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_windows_move_over_nixl(name: str, model_dir: Callable[[str], Path]) -> None:
+    """Of sliding layers only, too, where the other pool has no bytes."""
+    handed_off(model_dir(name), 77, lambda agent, pools: open_transport("nixl", f"{name}-{agent}", pools))
 
 
 @pytest.mark.parametrize(("name", "bound"), [("gemma3", 6), ("gpt_oss", 6), ("mistral", 7)])
