@@ -703,6 +703,13 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
             "does not sleep"
         ),
     ] = "auto"
+    mixed_quantization: Annotated[
+        bool,
+        about(
+            "exchange KV also with workers that quantize the same weights in another way, if they have this flag, too; "
+            "without it, only equal ones read prefixes or take over prompts"
+        ),
+    ] = False
     handoff_lease_s: Annotated[Seconds, about("seconds that a worker keeps KV blocks for the next stage")] = 30.0
     transfer_timeout_s: Annotated[Seconds, about("seconds for moving the KV blocks of one request")] = 5.0
     quarantine_s: Annotated[

@@ -36,7 +36,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
         "Workers and their models": (
             *("served_model_name", "recipe", "prefill", "decode", "encode", "local_prefill_tokens", "handoff_lease_s"),
-            "move_prefixes",
+            *("mixed_quantization", "move_prefixes"),
             *("diffusion", "diffusion_model", "diffusion_served_name", "diffusion_engine"),
             *("embed", "embed_model", "embed_served_name"),
         ),
@@ -251,6 +251,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: free cores / workers")] = 0
     handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
     move_prefixes: Annotated[Literal["auto", "on", "off"], _OF_WORKER] = _WORKER.move_prefixes
+    mixed_quantization: Annotated[bool, _OF_WORKER] = _WORKER.mixed_quantization
     local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens
     no_store_grace_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.no_store_grace_s
     log_format: Annotated[Literal["auto", "text", "json"], _OF_ALL] = "auto"

@@ -36,6 +36,9 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{outer},{self.all_heads},{size}", self.block_bytes // int(heads) * self.all_heads
 
 
+MIXED = "mixed"  # in place of a quantization: KV of others is as good
+
+
 class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to reach the pools of one incarnation of a worker."""
 
@@ -49,6 +52,7 @@ class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     rdma: bool = False
     address: str = ""  # host name, for people
     ranks: "tuple[Endpoint, ...]" = ()  # the others of one engine, with the same blocks and other heads of them
+    quantization: str = ""  # of the weights that compute KV; "": as their files have them. Equal where KV is exchanged
 
     @property
     def gpu(self) -> bool:

@@ -50,7 +50,7 @@ from penstock.schemas.jobs import Candidate, Move, Stage
 NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # cost of moving a token, as a share of computing it
 _PATHS = {NEAR: "on the same host", MEDIUM: "over RDMA", FAR: "over the network"}
 
-TransferKind = tuple[str, str, int, int, str]
+TransferKind = tuple[str, str, int, int, str, str]
 
 
 def transfer_kind(registration: Registration) -> TransferKind | None:
@@ -60,7 +60,7 @@ def transfer_kind(registration: Registration) -> TransferKind | None:
         return None
     pool = endpoint.pools.get("kv")
     layout, size = pool.whole_block if pool is not None else ("", 0)
-    return (endpoint.backend, layout, size, registration.block_size, registration.revision)
+    return (endpoint.backend, layout, size, registration.block_size, registration.revision, endpoint.quantization)
 
 
 def distance(source: Registration, target: Registration) -> float:

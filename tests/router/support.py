@@ -222,12 +222,17 @@ class Stub:
 
 
 def endpoint(
-    host: str = "", *, rdma: bool = False, backend: str = "nixl", layout: str = "x", **pools: Memory
+    host: str = "",
+    *,
+    rdma: bool = False,
+    backend: str = "nixl",
+    layout: str = "x",
+    quantization: str = "",
+    **pools: Memory,
 ) -> Endpoint:
     """Where a worker's pools are said to be."""
-    return Endpoint(
-        f"agent@{host}", backend, pools={"kv": Memory(0, 100, 10, layout=layout), **pools}, host=host, rdma=rdma
-    )
+    pools = {"kv": Memory(0, 100, 10, layout=layout), **pools}
+    return Endpoint(f"agent@{host}", backend, pools=pools, host=host, rdma=rdma, quantization=quantization)
 
 
 class Clients:

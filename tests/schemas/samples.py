@@ -274,6 +274,13 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w", "tiny", "prefill", "native", 1, 32, 100, 8, 4096, moves_prefixes=True),
         fleet.decode,
     ),
+    "registration_of_quantized_weights": (
+        fleet.Registration(
+            *("w", "tiny", "prefill", "native", 1, 32, 100, 8, 4096),
+            transfer=transfer.Endpoint("w-1/3", "nixl", quantization="fp8"),
+        ),
+        fleet.decode,
+    ),
     "weights_entry": (
         fleet.WeightsEntry("tiny", 3, "steps/300", "0a", "0f", "0e", fleet.CONTINUE, fleet.FINISH, 60.0),
         fleet.decode_weights,

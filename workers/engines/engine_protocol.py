@@ -70,6 +70,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     ] = ()  # marks of the constraints that it applies, see ``penstock.schemas.requests.Constraint``
     ignored_options: tuple[str, ...] = ()  # of clients, without effect here; gateways name them in answers
     media_with_kv: bool = False  # it takes the media of a prompt also where it fetches the prompt's KV
+    quantization: str = ""  # of weights as they are loaded; "": as their files have them
 
 
 class MediaSpan(NamedTuple):

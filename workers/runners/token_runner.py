@@ -42,7 +42,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.jobs import WAITED
 from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
-from penstock.schemas.transfer import Endpoint, Memory, Prefilled
+from penstock.schemas.transfer import MIXED, Endpoint, Memory, Prefilled
 from penstock.workers.disagg.disaggregation import DisaggCoordinator
 from penstock.workers.engine_loop.loop import EngineLoop, StepPace
 from penstock.workers.engine_loop.step_output import SequenceState
@@ -635,10 +635,14 @@ class TokenRunner:
     def _endpoint(self) -> Endpoint | None:
         """How other workers reach this one's blocks. For engines that move KV by themselves: who is compatible."""
         endpoint = self._transport.endpoint if self._transport is not None else None
+        quantization = MIXED if self._context.settings.mixed_quantization else self._info.quantization
+        if endpoint is not None and quantization:
+            endpoint = msgspec.structs.replace(endpoint, quantization=quantization)
         if not self._info.handoff_layout:
             return endpoint
         if endpoint is None:
-            endpoint = Endpoint(self._context.id, self._info.name, address=socket.gethostname())
+            address = socket.gethostname()
+            endpoint = Endpoint(self._context.id, self._info.name, address=address, quantization=quantization)
         layout = {"kv": Memory(0, 0, 0, self._info.handoff_memory, layout=self._info.handoff_layout)}
         return msgspec.structs.replace(endpoint, pools=endpoint.pools | layout)
 

@@ -98,6 +98,7 @@ def test_a_pair_has_the_cheapest_stages_and_a_table_of_both_pools() -> None:
         (endpoint("h1", rdma=True), {"rdma": endpoint("h2", rdma=True), "far": endpoint("h3")}, "rdma"),
         (endpoint("h1"), {"other": endpoint("h1", layout="y"), "far": endpoint("h2")}, "far"),
         (endpoint("h1"), {"other": endpoint("h1", backend="loopback"), "far": endpoint("h2")}, "far"),
+        (endpoint("h1"), {"other": endpoint("h1", quantization="fp8"), "far": endpoint("h2")}, "far"),
         (endpoint("h1"), {"none": None, "far": endpoint("h2")}, "far"),
     ],
 )

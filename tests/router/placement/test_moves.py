@@ -14,7 +14,7 @@ from penstock.router.state.holders import TierDepths
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.schemas.fleet import Registration, WeightsState, WorkerState
 from penstock.schemas.jobs import LoadHeader, Move
-from penstock.schemas.transfer import Endpoint
+from penstock.schemas.transfer import MIXED, Endpoint
 from tests.properties import examples
 from tests.router.support import endpoint
 
@@ -61,6 +61,18 @@ def decided(
 
 def move_of(decision: RoutingDecision) -> Move | None:
     return decision.route[0].move
+
+
+@pytest.mark.parametrize(
+    ("source", "reader", "moves"),
+    [("fp8", "fp8", True), ("fp8", "", False), ("fp8", "awq", False), (MIXED, MIXED, True), (MIXED, "fp8", False)],
+)
+def test_kv_of_weights_that_are_quantized_in_another_way_is_not_read(source: str, reader: str, moves: bool) -> None:
+    there, here = (msgspec.structs.replace(HERE, quantization=each) for each in (source, reader))
+    workers = [worker("a", transfer=there), worker("b", transfer=here)]
+    decision = decided(workers, {"a": 150}, busy={"a": 6})
+    assert decision.route[0].worker == "b"
+    assert (move_of(decision) is not None) == moves
 
 
 @pytest.mark.parametrize("few", [100, 0], ids=["loop", "arrays"])

@@ -28,7 +28,7 @@ from penstock.schemas.requests import GenerateRequest, Media, Sampling
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import PROMPT as PROMPT_ITEM
 from penstock.schemas.trace import Trace
-from penstock.schemas.transfer import Prefilled
+from penstock.schemas.transfer import MIXED, Prefilled
 from penstock.workers.disagg import block_reserver, disaggregation
 from penstock.workers.disagg.block_reserver import AnnouncedPrompts
 from penstock.workers.engine_loop.step_output import SequenceState
@@ -411,6 +411,17 @@ async def test_a_lease_that_nobody_comes_for_expires(log: LogClient, pair: Pair)
     assert use.registered_bytes == pool.blocks * (pool.block_bytes + 4)
     await pair.prefill.frees_everything()
     assert await log.states(asked, "expired") == ["offered", "expired"]
+
+
+@pytest.mark.parametrize(("mixed", "registered"), [(False, "fp8"), (True, MIXED)])
+async def test_how_weights_are_quantized_is_registered_unless_kv_of_others_is_as_good(
+    broker: EmbeddedNats, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch, mixed: bool, registered: str
+) -> None:
+    async with paired(broker, pipeline, mixed_quantization=mixed) as pair:
+        runner = pair.prefill.session.runner
+        monkeypatch.setattr(runner, "_info", msgspec.structs.replace(runner._info, quantization="fp8"))
+        endpoint = runner.registration(WorkerState.ready).transfer
+        assert (endpoint.quantization, endpoint.agent) == (registered, pair.prefill.transport.endpoint.agent)  # type: ignore[union-attr]
 
 
 async def test_a_ticket_whose_lease_has_passed_is_not_read(log: LogClient, pair: Pair) -> None:

@@ -404,6 +404,7 @@ def _info(
         load_seconds=load_seconds,
         logits_processors=() if processors is None else processors.names,
         max_batched_tokens=options.max_batched_tokens,
+        quantization=options.quantization,
     )
 
 

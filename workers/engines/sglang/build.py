@@ -153,6 +153,7 @@ def info_of(
         dp_size=ranks,
         max_batched_tokens=settings.max_batched_tokens,
         ignored_options=ServedOptions(seed=resolved.deterministic).ignored,
+        quantization=str(resolved.tree.get("quantization") or ""),
     )
 
 

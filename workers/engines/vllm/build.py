@@ -176,6 +176,7 @@ def info_of(
         connector=resolved.tree["kv_transfer_config"]["kv_connector"] if resolved.moves else "",
         handoff_memory="cpu" if api.cpu else "cuda",
         max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        quantization=str(resolved.tree.get("quantization") or ""),
     )
 
 
