@@ -223,6 +223,7 @@ def scale_path(namespace: str, workload: str) -> str:
     return f"/apis/{GROUPS[kind]}/namespaces/{namespace}/{kind}s/{name}/scale"
 
 
+LEAVE_S = 60.0  # for drained workers to finish what they run, before others are added
 LISTED_S = 10.0  # after which a worker that was asked for must be in state.json
 _POLL_S = 0.05
 
@@ -263,7 +264,16 @@ class LocalWorkers:
             for name in reversed(staying[max(1, target) :]):
                 await self._drain(name)
         if wanted:
+            await self._left()
             await self._start(wanted)
+
+    async def _left(self) -> None:
+        """Wait until those that leave have ended: the new ones may need their GPUs."""
+        until = time.monotonic() + LEAVE_S
+        while staying := sorted(self._leaving & self._running()):
+            if time.monotonic() > until:
+                raise ConnectorFailed(f"{', '.join(staying)} did not end within {LEAVE_S:g} s, so none was added yet")
+            await asyncio.sleep(_POLL_S)
 
     async def _learned(self) -> list[Running]:
         """The processes; what the model's workers are called, by role, is read from those that are registered."""

@@ -10,8 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.infra.bus.connection import connect
 from penstock.launch.state import Running
 from penstock.measure.profile.data import save
+from penstock.operate.workers import registrations
+from penstock.planner.connectors import LocalWorkers
 from tests.penstock.planner.engines import engine
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Process, until
@@ -98,6 +101,31 @@ async def test_decode_workers_come_and_go_under_load_without_a_failed_request(
     assert await asyncio.to_thread(history.wait) == 0
     stored = [line for line in history.log.read_text().splitlines() if line.startswith('{"planner"')]
     assert stored == told
+
+
+async def test_a_worker_moves_between_roles_one_has_ended_before_the_other_begins(
+    split: Deployment, http: httpx.AsyncClient
+) -> None:
+    """On GPUs, the new one may need that of the one that leaves."""
+    bus = await connect(split.state.nats_url, role="planner", name="moves")
+    connector = LocalWorkers(bus, split.data_dir, "tiny")
+    try:
+        await connector.apply({"prefill": 1, "decode": 2})
+
+        async def registered() -> bool:
+            return "decode-1" in {each.name for each in await registrations(bus)}
+
+        await until(registered, "decode-1")
+        clients = [asyncio.create_task(answer(http, 1000 + number)) for number in range(6)]
+        moving = asyncio.create_task(connector.apply({"prefill": 2, "decode": 1}))
+        while not moving.done():
+            assert len(running(split, "prefill")) + len(running(split, "decode")) <= 3
+            await asyncio.sleep(0.005)
+        await moving
+        assert await connector.counts() == {"prefill": 2, "decode": 1}
+        assert set(await asyncio.gather(*clients)) == {TOKENS}
+    finally:
+        await bus.close()
 
 
 async def test_a_model_without_requests_sleeps_stays_listed_and_answers_the_next_one(
