@@ -7,6 +7,8 @@ after the other, serve connections whose answers run, beside long prompts that a
 decode workers become prefill workers under that load, and decode workers again: by the connector of `penstock plan`, or
 with ``--profile`` (a folder of `penstock profile endpoint`) by the planner itself, while the rate of prompts trebles
 and falls again. Every request must end well.
+
+python -m tests.gpu.fleet rank --width 4: of two workers over so many GPUs each, a rank is killed in mid-answer.
 """
 
 import argparse
@@ -14,11 +16,14 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+import httpx
 
 from penstock.infra.bus.connection import connect
 from penstock.launch.state import DeploymentState, read_state
@@ -29,6 +34,7 @@ from tests.gpu import disaggregated
 from tests.gpu.arrivals import arrive
 from tests.gpu.disaggregated import load, logs, mixed, moved, row, steady, stop, up
 from tests.gpu.pipeline import penstock, words_for
+from tests.perf.cpu import children
 
 MOVED = 2
 BACK_S = 90.0  # for workers to come and go
@@ -134,6 +140,56 @@ def moves(asked: argparse.Namespace) -> None:
         shutil.rmtree(data, ignore_errors=True)
 
 
+async def answer(state: DeploymentState, number: int, tokens: int, began: asyncio.Event) -> tuple[int, float]:
+    """How many tokens came, and the longest pause between two parts in seconds."""
+    body = {"model": state.model, "prompt": [16 + (number * 97 + n * 31) % 3900 for n in range(200)], "stream": True,
+            "max_tokens": tokens, "ignore_eos": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    count, longest, last = 0, 0.0, time.perf_counter()
+    async with (
+        httpx.AsyncClient(base_url=state.http_url, timeout=BACK_S, trust_env=False) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                now = time.perf_counter()
+                longest, last = max(longest, now - last), now
+                began.set()
+                count = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", count)
+    return count, longest
+
+
+async def killed_rank(asked: argparse.Namespace, state: DeploymentState) -> None:
+    began = asyncio.Event()
+    running = [asyncio.create_task(answer(state, n, asked.answer, began)) for n in range(asked.streams)]
+    await asyncio.wait_for(began.wait(), BACK_S)
+    await asyncio.sleep(0.2)
+    worker = next(each.pid for each in state.processes if each.name == "worker-0")
+    assert worker is not None
+    ranks = children(worker)
+    os.kill(ranks[-1], signal.SIGKILL)
+    since = time.perf_counter()
+    found = await asyncio.gather(*running, return_exceptions=True)
+    whole = [each for each in found if isinstance(each, tuple) and each[0] == asked.answer]
+    longest = max((each[1] for each in whole), default=0.0)
+    print(f"a rank of {len(ranks) + 1} was killed: {len(whole)} of {len(found)} answers whole, all after "
+          f"{time.perf_counter() - since:.1f} s, longest pause {longest:.2f} s"
+          + "".join(f"; {each!r}"[:200] for each in found if each not in whole), flush=True)  # fmt: skip
+
+
+def rank(asked: argparse.Namespace) -> None:
+    data = Path(tempfile.mkdtemp(prefix="fleet-"))
+    process, state = up(asked, "wide", data)
+    try:
+        asyncio.run(killed_rank(asked, state))
+        since = time.perf_counter()
+        asyncio.run(registered(data / "penstock" / "state.json", {"aggregated": 2}))
+        print(f"both workers serve again {time.perf_counter() - since:.1f} s later", flush=True)
+    finally:
+        stop(process)
+        logs(data)
+        shutil.rmtree(data, ignore_errors=True)
+
+
 def beside(asked: argparse.Namespace, layout: str) -> None:
     data, began_ns = Path(tempfile.mkdtemp(prefix="fleet-")), time.time_ns()
     process, state = up(asked, layout, data)
@@ -160,16 +216,18 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=256, help="tokens of a short one")
     parser.add_argument("--answer", type=int, default=256, help="tokens of the answers that run")
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--width", type=int, default=2, help="GPUs of a worker, in rank")
     parser.add_argument("--profile", type=Path, help="of one worker: the planner moves workers")
     asked = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     roles = ("--prefill", asked.prefill, "--decode", asked.decode, "--local-prefill-tokens", 0)
-    disaggregated.LAYOUTS |= {"aggregated": ("--workers", asked.prefill + asked.decode), "apart": roles, "fleet": roles}
+    disaggregated.LAYOUTS |= {"aggregated": ("--workers", asked.prefill + asked.decode), "apart": roles, "fleet": roles,
+                              "wide": ("--workers", 2, "--tensor-parallel-size", asked.width)}  # fmt: skip
     print("| layout | load | answers: tokens/s (ended) | TTFT p50 | ITL p50 | p99 (ms) | failed | long prompts/s | "
           "TTFT p50 | p99 | first to second token p50, p99 | failed |")  # fmt: skip
     for part in asked.parts:
-        if part == "moves":
-            moves(asked)
+        if part in ("moves", "rank"):
+            {"moves": moves, "rank": rank}[part](asked)
         else:
             beside(asked, part)
 

@@ -1,5 +1,6 @@
 """CPU time of processes, from /proc (Linux)."""
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,16 @@ def cpu_seconds(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started, oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return sorted(found)
 
 
 def cpu_of(pids: Iterable[int]) -> dict[int, float]:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from penstock.infra.model.modeldir import TINY
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import read_state
+from tests.perf.cpu import children
 from tests.perf.registrations import READY_S, end_of, penstock, running
 
 WARM_UP_S = 2.0
@@ -87,18 +88,7 @@ def theirs(asked: argparse.Namespace, front_ends: int) -> Iterator[Target]:
         for url in urls:
             listed(url, Path(folder))
         time.sleep(2)  # after which its front ends know all workers
-        yield Target(urls, "peer", kinds | children(kinds))
-
-
-def children(kinds: Mapping[int, str]) -> dict[int, str]:
-    """The processes that these have started, which are of their kind."""
-    found: dict[int, str] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if (kind := kinds.get(int(fields[1]))) is not None:
-                found[int(stat.parent.name)] = kind
-    return found
+        yield Target(urls, "peer", kinds | {child: kind for pid, kind in kinds.items() for child in children(pid)})
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
