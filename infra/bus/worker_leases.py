@@ -17,6 +17,7 @@ log = structlog.get_logger("fleet")
 
 PAUSE_S = 1.0
 EXPIRED = "lease expired"  # why a worker left, if it did not remove its key
+UNREGISTERED = "unregistered"  # if it did, or another that saw its process end
 STALE_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # an older key is not a registration
 # A live worker renews its key within so long, also over an election for the bucket, which takes up to 9 s.
 RENEWED_S = 15.0
@@ -140,7 +141,7 @@ class WorkerRegistry:
         worker = entry.subject.rpartition(".")[2]
         self.stale_keys.discard(worker)
         if "KV-Operation" in entry.headers or "Nats-Marker-Reason" in entry.headers or not entry.data:
-            self.remove(worker, "unregistered" if entry.headers.get("KV-Operation") else EXPIRED)
+            self.remove(worker, UNREGISTERED if entry.headers.get("KV-Operation") else EXPIRED)
             return
         try:
             registration = fleet.decode(entry.data)

@@ -16,6 +16,7 @@ import structlog
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, read
 from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.worker_leases import UNREGISTERED
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.ownership.intake import BackgroundTasks
 from penstock.router.placement.pending import PendingRequest
@@ -92,6 +93,9 @@ class Recovery:
         self._time_slice = TimeSlice()
 
     def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
+        if why == UNREGISTERED and not requests:
+            log.info("worker_left", worker=worker, why=why)  # drained, or stopped while it was idle
+            return
         log.warning("worker_lost", worker=worker, why=why, requests=len(requests))
         self._metrics.lost.inc()
         self._recover_owned(worker, requests, WORKER_LOST)

@@ -62,6 +62,18 @@ def _echoed(one: Routing, asked: GenerateRequest) -> bool:
 # -- one router ---------------------------------------------------------------------------------------------------
 
 
+async def test_a_worker_that_leaves_without_requests_is_not_lost(clients: Clients, one: Routing) -> None:
+    """As after a drain."""
+    busy = await on(clients, one, "w1", request(max_tokens=20))
+    idle = await clients.stub("w2")
+    await one.knows(idle.id)
+    await lose(clients, idle)
+    await eventually(lambda: {each.worker for each in one.router.cluster.tracker.workers()} == {busy.id})
+    assert one.metric("penstock_router_workers_lost_total") == 0
+    await lose(clients, busy)
+    await eventually(lambda: one.metric("penstock_router_workers_lost_total") == 1)
+
+
 async def test_the_request_of_a_lost_worker_continues_behind_what_was_streamed(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, one: Routing
 ) -> None:
