@@ -10,7 +10,7 @@ from penstock.schemas.wire import decoder
 
 
 class Cancel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The client left or cancelled. The gateway repeats it until it has read the terminal event."""
+    """The client left or cancelled. The gateway repeats this message until it has read the terminal event."""
 
     request: str
     reason: str = "cancelled"
@@ -22,8 +22,8 @@ class DumpKv(msgspec.Struct, frozen=True, omit_defaults=True, tag="dump_kv"):
     page: int = 0
 
 
-HURRY = signal.SIGUSR2  # to a worker that drains: return what still runs, and exit
-LEAVE = signal.SIGUSR2  # to a gateway: accept nothing more, and exit when the last connection has closed
+HURRY = signal.SIGUSR2  # to a draining worker: return running requests, and exit
+LEAVE = signal.SIGUSR2  # to a gateway: accept no connections, and exit when the last one has closed
 LEAVE_S = 900.0  # for that; then as after SIGTERM
 DRAINED = 3  # exit status of a worker that was drained with ``stay_down``
 
@@ -38,9 +38,9 @@ class Drain(msgspec.Struct, frozen=True, omit_defaults=True, tag="drain"):
 
 
 class Sleep(msgspec.Struct, frozen=True, omit_defaults=True, tag="sleep"):
-    """Finish what runs, then move the weights to host memory and drop the KV cache. Answered with Ok when that is done.
+    """Finish running requests, move the weights to host memory and drop the KV cache. Answered with Ok afterwards.
 
-    ``within_s``: for running requests to finish; later it stays awake.
+    ``within_s``: limit for running requests to finish; if they do not, the worker stays awake.
     """
 
     within_s: float = 60.0
@@ -57,7 +57,7 @@ class RecordTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="record_t
 
 
 class RecordedTrace(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the trace is, a gzipped Chrome trace; ``error``: why there is none."""
+    """The path of a gzipped Chrome trace; ``error``: the reason if there is none."""
 
     host: str = ""
     path: str = ""
@@ -72,7 +72,7 @@ class Release(msgspec.Struct, frozen=True, omit_defaults=True, tag="release"):
 
 
 class Push(msgspec.Struct, frozen=True, omit_defaults=True, tag="push"):
-    """Write a ticket's blocks into the reader's: where reads are slow or dangerous (TCP). Answered with Pushed."""
+    """Write a ticket's blocks into the reader's, where reads are slow or dangerous (TCP). Answered with Pushed."""
 
     ticket: str
     reader: str
@@ -85,7 +85,7 @@ class Push(msgspec.Struct, frozen=True, omit_defaults=True, tag="push"):
 
 
 class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``cause`` is empty if everything arrived. ``settled``: nothing will be written any more."""
+    """``cause`` is empty if everything arrived. ``settled``: no more will be written."""
 
     cause: str = ""
     message: str = ""
@@ -95,7 +95,7 @@ class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
-    """The prefill of a prompt ends with the step that runs now: reserve blocks for its KV. Nobody waits for the answer.
+    """The prefill of a prompt ends with the current step: reserve blocks for its KV. Not answered.
 
     They stay reserved until the request arrives, the owner releases the ticket, or a few seconds have passed.
     """
@@ -104,18 +104,18 @@ class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
     owner: str
     digests: bytes  # names of the prompt's full blocks
     tails: int  # copies of its last block, if that is not full: one for each choice
-    users: int  # choices that go on
+    users: int  # choices that continue
     tokens: int = 0  # of the prompt
 
 
 class Fetch(msgspec.Struct, frozen=True, omit_defaults=True, tag="fetch"):
-    """The prompt's KV is there: read it into the reserved blocks, if there are any. Nobody waits for the answer."""
+    """The prompt's KV is complete: read it into the reserved blocks, if there are any. Not answered."""
 
     ticket: Ticket
 
 
 class PinPrefix(msgspec.Struct, frozen=True, omit_defaults=True, tag="pin_prefix"):
-    """Pin cached blocks for a reader, which lacks a part of a prompt. Answered with PrefixPinned at once."""
+    """Pin cached blocks of a prompt for a reader that lacks them. Answered with PrefixPinned at once."""
 
     ticket: str  # its id
     reader: str
@@ -124,7 +124,7 @@ class PinPrefix(msgspec.Struct, frozen=True, omit_defaults=True, tag="pin_prefix
 
 
 class PrefixPinned(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``ticket``: of as many leading blocks as are here; None: of none, and ``cause`` says why."""
+    """``ticket``: for the leading blocks that are cached here; None: there are none, for the reason ``cause``."""
 
     ticket: Ticket | None = None
     cause: str = ""
@@ -135,7 +135,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a gateway has received of a running request. ``attempt`` below 1: nothing yet."""
+    """The progress of a running request, as its gateway has received it. ``attempt`` below 1: nothing yet."""
 
     attempt: int = -1
     tokens: int = 0  # of all choices

@@ -242,7 +242,7 @@ async def test_credentials_alone_bring_a_tenant_back_and_another_operators_work_
     assert await ran("add", "blue", *place, str(one)) == 1
     said = capsys.readouterr().err
     assert "'blue' was removed from this broker" in said
-    assert "`penstock tenants add blue --new-password` makes it anew" in said
+    assert "`penstock tenants add blue --new-password` creates it again" in said
     assert "restore" not in said
     assert await ran("add", "blue", "--new-password", *place, str(one)) == 0
     assert url_in(one, "blue") not in urls.values()

@@ -73,7 +73,7 @@ async def test_an_interrupted_command_leaves_its_batch_running_and_waits_for_it_
     os.kill(first.pid, signal.SIGINT)
     async with asyncio.timeout(20):
         _, said = await first.communicate()
-    assert (first.returncode, b"The batch goes on" in said) == (130, True), said
+    assert (first.returncode, b"The batch continues" in said) == (130, True), said
     batch = json.loads(kept.read_text())["batch"]
     second = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     async with asyncio.timeout(60):
