@@ -95,7 +95,7 @@ class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
-    """The prefill of a prompt ends with the current step: reserve blocks for its KV. Not answered.
+    """The prefill of a prompt ends with the current step: reserve blocks for its KV. The answer is ignored.
 
     They stay reserved until the request arrives, the owner releases the ticket, or a few seconds have passed.
     """
@@ -109,7 +109,7 @@ class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
 
 
 class Fetch(msgspec.Struct, frozen=True, omit_defaults=True, tag="fetch"):
-    """The prompt's KV is complete: read it into the reserved blocks, if there are any. Not answered."""
+    """The prompt's KV is complete: read it into the reserved blocks, if there are any. The answer is ignored."""
 
     ticket: Ticket
 
