@@ -32,8 +32,8 @@ BACK_S = 90.0  # until everything runs again
 DRAIN_S = 10.0
 # Workers are lost every few seconds: with the default of 4, some requests meet as many.
 SETTINGS = {"PENSTOCK_MAX_ATTEMPTS": "12"}
-# All workers of a cell are lost, and others in between, longer than the default of 30 s on a loaded machine.
-OF_CELLS = {"PENSTOCK_REVISION_WAIT_S": "90"}
+# All workers of a cell, or the only one of a model, are away for longer than the default of 30 s on a loaded machine.
+WAIT_LONGER = {"PENSTOCK_REVISION_WAIT_S": "90"}
 STOPPED_S = DRAIN_S + 8.0  # within which a process that was asked to end has ended
 DOWN_S = 1.0  # between a crash of everything and the next start
 STARTS = "starts"
@@ -126,8 +126,8 @@ class System:
                 ports_of.setdefault(process, {})[str(broker_ports[broker])] = port
             starts = Starts(str(home / STARTS), seed, other, topology.clock_s, ports_of)
             variables = {VARIABLE: msgspec.json.encode(starts).decode(), **SETTINGS}
-            if topology.cells > 1:
-                variables |= OF_CELLS
+            if topology.cells > 1 or topology.lone_workers:
+                variables |= WAIT_LONGER
 
             def start() -> Deployment:
                 return Deployment(home, *flags, module="tests.chaos.launch", **variables)

@@ -36,6 +36,11 @@ class Topology(NamedTuple):
         """Whether the broker's disk can be full: its supervisor, which mends that, is ours only with a lone one."""
         return not self.cluster
 
+    @property
+    def lone_workers(self) -> bool:
+        """Whether a model of several has only one worker."""
+        return len(self.names("worker")) == self.flags.count("--model") > 1
+
     def names(self, role: str) -> list[str]:
         """Processes of a role, or of workers of a role, as ``penstock up`` names them."""
         flag = f"--{role}" if f"--{role}" in self.flags else f"--{role}s"
