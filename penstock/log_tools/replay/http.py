@@ -1,6 +1,8 @@
 """Replays requests on an OpenAI-compatible server, which gets them as token ids for ``/v1/completions``.
 
-Tokens are compared if the server sends them, otherwise texts.
+Tokens are compared if the server sends them, otherwise texts. A request whose prompt a server made goes to
+``/v1/chat/completions`` as the chat that it was; texts are compared, with the marks of thoughts and tool calls that the
+recorded tokens have.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from penstock.log_tools.replay.report import Replayed
 from penstock.log_tools.requests.describe import Texts
 from penstock.schemas.block_hashes import DEFAULT_BLOCK_SIZE
 from penstock.schemas.done import Done, Outcome, Timings, Usage
-from penstock.schemas.requests import MARKS, Constraint, GenerateRequest
+from penstock.schemas.requests import MARKS, Constraint, GenerateRequest, Sampling
 from penstock.schemas.wire import pack_tokens, unpack_tokens
 
 _STANDARD = ("temperature", "top_p", "seed")  # always sent: servers have other defaults
@@ -34,6 +36,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    delta: dict[str, Any] | None = None
 
 
 class _Details(msgspec.Struct):
@@ -66,6 +69,8 @@ def body_of(request: GenerateRequest, model: str) -> bytes:
     """The body that asks for the same tokens. Extensions with their default value are left out."""
     sampling, stop = request.sampling, request.stop
     defaults = type(sampling)()
+    if request.chat:
+        return _chat_of(request, model)
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(unpack_tokens(request.prompt)),
@@ -95,6 +100,27 @@ def body_of(request: GenerateRequest, model: str) -> bytes:
     return msgspec.json.encode(body)
 
 
+def _chat_of(request: GenerateRequest, model: str) -> bytes:
+    """The chat as its client gave it, with the seed that the worker sent, and what was changed since."""
+    from penstock.workers.engines.external.sampling import seed_of  # the engine takes a while to load
+    from penstock.workers.engines.openai.protocol import SEEDS
+
+    sampling, stop, defaults = request.sampling, request.stop, Sampling()
+    body: dict[str, Any] = msgspec.json.decode(request.chat)
+    for name in (*_STANDARD, *_EXTENSIONS, "logit_bias"):
+        value = getattr(sampling, name)
+        if name in body or value != getattr(defaults, name):
+            body[name] = value
+    if "max_tokens" in body:
+        body["max_tokens"] = stop.max_tokens
+    if stop.strings:
+        body["stop"] = list(stop.strings)
+    if request.n > 1:
+        body["n"] = request.n
+    body |= {"seed": seed_of(sampling.seed, 0, 0) & SEEDS}
+    return msgspec.json.encode(body | {"model": model, "stream": True, "stream_options": {"include_usage": True}})
+
+
 def _structured(constraint: Constraint) -> dict[str, Any]:
     """A constraint as vLLM's option."""
     kind = "json" if constraint.kind == "json_schema" else constraint.kind
@@ -103,16 +129,38 @@ def _structured(constraint: Constraint) -> dict[str, Any]:
 
 def unsupported(request: GenerateRequest) -> str:
     """Why a request cannot be asked over HTTP; "": it can."""
+    if request.chat:
+        return ""
     if request.constraint is not None and request.constraint.kind == "lark":
         return "with tool calls or reasoning that a grammar keeps"
-    if request.chat:
-        return "whose prompt a server made of a chat"
     if request.media:
         return "with media, which HTTP takes in chat messages only"
     if request.stop.strings and request.parsing is not None:
         return "with stop strings that count in the content only, which the text of a completion does not know apart"
     named = [each for each in request.sampling.logits_processors if each.name not in MARKS]
     return "with logits processors, which are registered by name" if named else ""
+
+
+class _ChatAnswers:
+    """The choices of a chat's answer, as the texts and ends that the engine would have recorded."""
+
+    def __init__(self, count: int) -> None:
+        from penstock.workers.engines.openai import chat, protocol
+
+        self._texts = [chat.AnswerText() for _ in range(count)]
+        self._ends, self._bad = chat.ENDS, protocol.BadAnswer
+
+    def take(self, choice: _Choice) -> tuple[str, str | None]:
+        """
+        Raises:
+            ValueError: tool calls that cannot be read.
+        """
+        text, reason = self._texts[choice.index], choice.finish_reason
+        try:
+            said = text.take(choice.delta or {})
+        except (self._bad, AttributeError) as error:
+            raise ValueError(f"an answer that cannot be read: {error}") from error
+        return (said + text.close(), self._ends.get(reason, reason)) if reason else (said, None)
 
 
 class HttpAnswer:
@@ -136,6 +184,7 @@ class HttpAnswer:
         self.name = ""
         self._buffer = b""
         self.texts = [""] * request.n
+        self._chat = _ChatAnswers(request.n) if request.chat else None
         self.exact = False
 
     def feed(self, data: bytes, now_ns: int) -> None:
@@ -166,16 +215,21 @@ class HttpAnswer:
         for choice in event.choices:
             if choice.index >= len(self.texts):
                 continue
-            count = len(choice.token_ids or ()) or bool(choice.text)
-            if choice.token_ids:
+            text, ids = choice.text, choice.token_ids or []
+            reason = choice.finish_reason
+            if self._chat is not None:  # the recorded tokens are not the server's
+                text, reason = self._chat.take(choice)
+                ids = []
+            count = len(ids) or bool(text)
+            if ids:
                 self.exact = True
-                self._tokens[choice.index] += choice.token_ids
-            self.texts[choice.index] += choice.text
+                self._tokens[choice.index] += ids
+            self.texts[choice.index] += text
             if count:
                 self._first_ns = self._first_ns or now_ns
                 self._stored.setdefault(choice.index, []).append((now_ns, count))
-            if choice.finish_reason:
-                self._finish[choice.index] = choice.finish_reason, choice.stop_reason
+            if reason:
+                self._finish[choice.index] = reason, choice.stop_reason
 
     def fail(self, code: str, message: str, now_ns: int) -> None:
         self._code, self._message, self._ended_ns = code, message[:500], now_ns
@@ -221,7 +275,7 @@ class HttpSender:
         base = url.rstrip("/").removesuffix("/v1")
         if not urlsplit(base).hostname:
             raise ValueError(f"--target {url}: no host in it")
-        self._url = f"{base}/v1/completions"
+        self._url = f"{base}/v1"
         host = urlsplit(base).netloc.rpartition("@")[2]
         self._headers = [(b"Content-Type", b"application/json"), (b"Host", host.encode())]
         if key:
@@ -255,7 +309,8 @@ class HttpSender:
             async with asyncio.timeout(self._timeout_s):
                 body = body_of(request, request.model)
                 headers = [*self._headers, (b"X-Request-Id", request.client_request_id.encode())]
-                async with pool.stream("POST", self._url, headers=headers, content=body) as response:
+                url = f"{self._url}/{'chat/' if request.chat else ''}completions"
+                async with pool.stream("POST", url, headers=headers, content=body) as response:
                     if response.status != 200:
                         said = (await response.aread())[:ERROR_BYTES].decode(errors="replace")
                         answer.fail(f"http_{response.status}", said, time.time_ns())

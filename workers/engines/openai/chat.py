@@ -44,7 +44,7 @@ MOST_COUNT = 1 << 31  # tokens that a server may say it counted
 TIMES, BESIDE = 16, 4096
 
 LOST = "the server was lost when {} tokens had been sent. It cannot continue such an answer; send the request again"
-_ENDS = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop"}
+ENDS = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop"}
 
 
 BY_FLAGS: Mapping[str, bool] = {"continue_final_message": True, "add_generation_prompt": False}
@@ -284,9 +284,9 @@ class ChatReader:
                 if reason in ABORTED:
                     self.aborted = str(reason)
                     return new
-                if reason not in _ENDS:
+                if reason not in ENDS:
                     raise BadAnswer(f"the server ended the answer with {str(reason)[:80]!r}")
-                self._reason = _ENDS[reason]
+                self._reason = ENDS[reason]
             elif len(self.said) > self._most:  # the server does not keep the limit
                 self._reason = "length"
                 return new + self.end()

@@ -11,6 +11,7 @@ from penstock.log_tools.replay.http import HttpAnswer, body_of, unsupported
 from penstock.schemas.done import Done, Outcome
 from penstock.schemas.requests import Parsing, Sampling, Stop
 from penstock.schemas.wire import unpack_tokens
+from penstock.workers.engines.openai.chat import AnswerText
 from tests.penstock.log_tools.traces import samples
 
 STREAM = (
@@ -80,4 +81,40 @@ def test_stop_strings_that_count_in_the_content_only_cannot_be_asked_for_over_ht
     assert unsupported(samples.request(stop=stop)) == ""
     assert unsupported(samples.request(parsing=Parsing("basic"))) == ""
     assert "content only" in unsupported(samples.request(stop=stop, parsing=Parsing("basic")))
-    assert "server made" in unsupported(samples.request(chat=b"{}"))
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "temperature": 0.5}
+
+
+def test_a_chat_goes_to_a_server_as_its_client_gave_it_with_what_was_changed() -> None:
+    asked = samples.request(chat=msgspec.json.encode(CHAT), sampling=Sampling(temperature=0.5, seed=3))
+    assert unsupported(asked) == ""
+    body = msgspec.json.decode(body_of(asked, "m"))
+    assert isinstance(body.pop("seed"), int)
+    assert body == CHAT | {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+    changed = msgspec.structs.replace(
+        asked, sampling=Sampling(temperature=0.0, top_k=4), stop=Stop(max_tokens=3, strings=("x",)), n=2
+    )
+    body = msgspec.json.decode(body_of(changed, "m"))
+    assert (body["temperature"], body["top_k"], body["max_tokens"], body["stop"], body["n"]) == (0.0, 4, 3, ["x"], 2)
+
+
+def test_a_chats_answer_is_compared_with_the_text_that_the_engine_recorded() -> None:
+    def chunk(delta: dict[str, object], reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "token_ids": [1]}
+        return b"data: " + msgspec.json.encode({"id": "c", "choices": [choice]}) + b"\n\n"
+
+    answer = HttpAnswer(samples.request(chat=msgspec.json.encode(CHAT)), 0)
+    answer.feed(chunk({"role": "assistant", "reasoning_content": "so"}) + chunk({"content": "Hello"}), 1)
+    call = {"index": 0, "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    answer.feed(chunk({"tool_calls": [call]}) + chunk({}, "tool_calls"), 2)
+    answer.end(3)
+    text = AnswerText()
+    wanted = [text.take(each) for each in ({"reasoning_content": "so"}, {"content": "Hello"}, {"tool_calls": [call]})]
+    assert answer.texts == ["".join(wanted) + text.close()]
+    assert not answer.exact, "its tokens are not those that were recorded"
+    run = answer.run("c")
+    assert run.done is not None
+    assert (run.done.code, run.done.choices[0].reason) == ("", "stop")
+    with pytest.raises(ValueError, match="cannot be read"):
+        HttpAnswer(samples.request(chat=b"{}"), 0).feed(chunk({"tool_calls": [{"index": 0}]}), 1)
