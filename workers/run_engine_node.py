@@ -21,6 +21,7 @@ from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external.nodes import JoinRequest, NodeFollower, place_of
 from penstock.workers.engines.external.runtime import ProcessGuard, children, in_thread
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
+from penstock.workers.metrics.worker_metrics import GpuMetrics, GpuReader, find_library
 from penstock.workers.runners.token_backend import model_path
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, GRACE_S
 
@@ -78,7 +79,10 @@ class _Process:
         self._settings = settings
         self._node = node
         own = JoinRequest(settings.node_rank, settings.nodes, settings.engine, node.version, revision)
-        self._follower = NodeFollower(own, place_of(settings))
+        # Read in a thread that does not keep the process from ending; without GPUs, or the library, there are none.
+        seen = GpuMetrics(library, "") if (library := find_library()) is not None else None
+        gpus = GpuReader(seen.use) if seen is not None and seen.count else None
+        self._follower = NodeFollower(own, place_of(settings), lambda: gpus.use if gpus is not None else ())
         self._signals = 0
         self._asked = asyncio.Event()
 

@@ -16,6 +16,7 @@ from penstock.infra.model.adapter import AdapterFolder
 from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.done import Usage
 from penstock.schemas.errors import Code
+from penstock.schemas.fleet import GpuUse
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.requests import Constraint, Sampling, Stop
 from penstock.schemas.tokens import Logprob
@@ -277,6 +278,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     logits_errors: int = 0  # calls of logits processors that failed, since start
     reserved_blocks: int = 0  # of the pinned ones: for KV that is being read from other workers
     slots: int = 0  # sequences that it takes at once, where that changes; 0: as of ``EngineInfo``
+    gpus: tuple[GpuUse, ...] = ()  # of its other machines
 
 
 class Engine(Protocol):

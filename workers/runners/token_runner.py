@@ -599,6 +599,7 @@ class TokenRunner:
                 int(1000 * self._engine.pace.quiet_s),
                 *self._pace.measured,
                 self._core_waits.percent,
+                stats.gpus,
                 connector=self.disaggregation.use(stats),
             ),
             dp_size=info.dp_size,

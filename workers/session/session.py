@@ -465,7 +465,7 @@ class WorkerSession:
 
     def _registration(self) -> fleet.Registration:
         own = self.runner.registration(self._state)
-        load = msgspec.structs.replace(own.load, gpus=self._metrics.gpu_use)
+        load = msgspec.structs.replace(own.load, gpus=self._metrics.gpu_use + own.load.gpus)
         return msgspec.structs.replace(own, load=load, inbox=self.contents.inbox, reads_packed=True)
 
     async def update_registration(self) -> None:

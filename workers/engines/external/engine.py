@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from penstock.infra.model.adapter import AdapterError, AdapterFolder
 from penstock.infra.process.class_queue import StartQueue
 from penstock.schemas.errors import Code
+from penstock.schemas.fleet import GpuUse
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
@@ -260,6 +261,7 @@ class ExternalEngine(Generic[C]):
         grammars: of the model, if ``info`` says that the engine applies constraints.
         adapters: LoRA adapters; None: the engine applies none.
         slots: sequences that it takes at once, until a ``Slots`` says otherwise; 0: as ``info`` says, always.
+        gpus: of the engine's other machines.
     """
 
     def __init__(
@@ -270,8 +272,10 @@ class ExternalEngine(Generic[C]):
         grammars: ConstraintCompiler | None = None,
         adapters: EngineLoras | None = None,
         slots: int = 0,
+        gpus: Callable[[], tuple[GpuUse, ...]] = tuple,
     ) -> None:
         self.info = info
+        self._gpus = gpus
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = None if grammars is None else PreparedGrammars(grammars)
         self.adapters = adapters
@@ -484,6 +488,7 @@ class ExternalEngine(Generic[C]):
             hit_tokens=self._hit,
             prompt_tokens=self._prompt,
             slots=self._slots if self._learns_slots else 0,
+            gpus=self._gpus(),
         )
 
     def dump(self, rank: int = 0) -> list[KvEvent]:

@@ -26,6 +26,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import WorkerSettings
+from penstock.schemas.fleet import GpuUse
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external.runtime import EngineFailed, Inbox, LoopThread, ProcessGuard, children, in_thread
 
@@ -165,8 +166,10 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     arguments: dict[str, Any]
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Still there."""
+class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
+    """Still there. ``gpus``: of a follower's machine, as of ``fleet.Load.gpus``."""
+
+    gpus: tuple[GpuUse, ...] = ()
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
@@ -245,9 +248,9 @@ class _Link:
         except (OSError, ValueError, msgspec.DecodeError):
             return None
 
-    async def beat(self) -> None:
+    async def beat(self, gpus: Callable[[], tuple[GpuUse, ...]] = tuple) -> None:
         while True:
-            self.send(Beat())
+            self.send(Beat(gpus()))
             await asyncio.sleep(BEAT_S)
 
     async def close(self) -> None:
@@ -271,6 +274,7 @@ class Leader:
         self._place = place
         self._asked = asked
         self._links: dict[int, _Link] = {}
+        self._gpus: dict[int, tuple[GpuUse, ...]] = {}
         self._strangers = 0
         self._started = self._closing = False
         self._joined = asyncio.Event()
@@ -377,10 +381,16 @@ class Leader:
             elif isinstance(message, StopRequest):
                 log.info("node_stops", node=node, action="draining")
                 self._asked()
+            elif isinstance(message, Beat):
+                self._gpus[node] = message.gpus
         del self._links[node]
         if self._started and not self._closing and not self._failure.done():
             text = f"node {node} of {self._place.nodes} ({link.peer}) {reason}"
             self._failure.set_result(EngineError(text) if blamed else NodeLost(text))
+
+    def gpus(self) -> tuple[GpuUse, ...]:
+        """Of the followers' machines, in the order of their numbers; from any thread."""
+        return tuple(gpu for _, gpus in sorted(self._gpus.copy().items()) for gpu in gpus)
 
     def start(self, arguments: Mapping[str, Any]) -> None:
         """Let the followers start the engine."""
@@ -454,6 +464,10 @@ class NodeGroup:
         self._leader.start(arguments)
         return variables
 
+    def gpus(self) -> tuple[GpuUse, ...]:
+        """Of the other machines, as they said last."""
+        return () if self._leader is None else self._leader.gpus()
+
     def construct(self, make: Callable[[], T], before: frozenset[int]) -> T:
         """Construct an engine, unless a machine is lost on the way.
 
@@ -478,12 +492,15 @@ class NodeGroup:
 
 class NodeFollower:
     """
+    Args:
+        gpus: of this machine, for the leader. It must not block.
     Attributes:
         over: how it ended: "", in order, or what happened to the leader.
     """
 
-    def __init__(self, own: JoinRequest, place: Rendezvous) -> None:
+    def __init__(self, own: JoinRequest, place: Rendezvous, gpus: Callable[[], tuple[GpuUse, ...]] = tuple) -> None:
         self.over: Future[str] = Future()
+        self._gpus = gpus
         self._own = own
         self._place = place
         self._link: _Link | None = None
@@ -514,7 +531,7 @@ class NodeFollower:
                 await asyncio.sleep(RETRY_S)
                 continue
             link.send(self._own)
-            beat = self._loop.task(link.beat(), "beat")
+            beat = self._loop.task(link.beat(self._gpus), "beat")
             answer = await self._answer(link)
             if isinstance(answer, Start):
                 self._link = link

@@ -119,7 +119,7 @@ def from_settings(
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = SglangAdapter(info, runtime, options, loads, processes, series)
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
-    return ExternalEngine(info, runtime, adapter, grammars, adapters)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=group.gpus)
 
 
 def info_of(

@@ -122,7 +122,7 @@ def from_settings(
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = VllmAdapter(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter, grammars, adapters)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=group.gpus)
 
 
 def arguments(

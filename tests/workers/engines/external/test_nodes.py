@@ -5,13 +5,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 
-from penstock.workers.engines.engine_protocol import EngineError, NodeLost
+from penstock.schemas.fleet import GpuUse
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, NodeLost
 from penstock.workers.engines.external import nodes as module
+from penstock.workers.engines.external.engine import BlockCounts, ExternalEngine
 from penstock.workers.engines.external.nodes import (
     JoinRequest,
     Leader,
@@ -25,6 +29,7 @@ from penstock.workers.engines.external.nodes import (
     towards,
 )
 from penstock.workers.engines.external.runtime import in_thread as future_of
+from tests.infra.bus.support import eventually
 from tests.pipeline.support import free_port
 
 T = TypeVar("T")
@@ -42,8 +47,8 @@ class Group:
         self.followers: list[NodeFollower] = []
         self.leader = Leader(OWN, self.place, self.lost.set_result, lambda: self.asked.set_result(True))
 
-    def follower(self, node: int, **other: Any) -> NodeFollower:
-        made = NodeFollower(msgspec.structs.replace(OWN, node=node, **other), self.place)
+    def follower(self, node: int, gpus: Callable[[], tuple[GpuUse, ...]] = lambda: (), **other: Any) -> NodeFollower:
+        made = NodeFollower(msgspec.structs.replace(OWN, node=node, **other), self.place, gpus)
         self.followers.append(made)
         return made
 
@@ -96,6 +101,27 @@ async def test_a_follower_that_ends_is_lost_and_one_that_fails_says_why(group: G
     error = group.lost.result(10)
     assert str(error) == "node 1 of 3 (127.0.0.1) has failed: out of memory"
     assert not isinstance(error, NodeLost)  # what it ran may be the cause
+
+
+async def test_the_leader_knows_the_gpus_of_the_other_machines(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    used = [10, 20]
+
+    def of(node: int) -> tuple[GpuUse, ...]:
+        return (GpuUse(f"GPU-{node}", 80, used[node - 1], 50),)
+
+    both = [group.follower(node, gpus=partial(of, node)) for node in (2, 1)]
+    joined = [in_thread(each.join) for each in both]
+    await in_thread(group.leader.gather)
+    group.leader.start({})
+    await asyncio.gather(*joined)
+    await eventually(lambda: [gpu.used_bytes for gpu in group.leader.gpus()] == [10, 20])
+    used[0] = 70
+    await eventually(lambda: [gpu.used_bytes for gpu in group.leader.gpus()] == [70, 20])
+    info, counts = EngineInfo("vllm", 16, 9, 1, 99, 99, (), True), BlockCounts(0, 0, 9, 0)
+    adapter = MagicMock(block_counts=lambda **_: counts)
+    engine = ExternalEngine(info, MagicMock(), adapter, gpus=group.leader.gpus)
+    assert engine.stats().gpus == (*of(1), *of(2))
 
 
 async def test_a_connection_that_breaks_is_a_lost_machine(group: Group) -> None:
