@@ -303,7 +303,9 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
     await all_end(list(roles.values()))
 
 
-@pytest.mark.parametrize("roles", [("aggregated",), ("prefill", "decode")], ids="-".join)
+@pytest.mark.parametrize(
+    "roles", [("aggregated",), ("prefill", "decode"), ("encode", "prefill", "decode")], ids="-".join
+)
 async def test_images_are_seen_and_their_blocks_are_known_by_them(
     deployment: Deployment,
     variables: dict[str, str],
@@ -317,8 +319,21 @@ async def test_images_are_seen_and_their_blocks_are_known_by_them(
     join(VISION, tmp_path / model)
     flags = [str(tmp_path / model) if flag == str(DEMO) else flag for flag in FLAGS]
     names = {role: f"sees-as-{role}" for role in roles}
+    encoder = (
+        "--engine",
+        "native",
+        "--model",
+        str(tmp_path / model),
+        "--dtype",
+        "float32",
+    )  # vLLM takes its embeddings
     workers = [
-        deployment.also("worker", *flags, *EXACT, "--role", role, "--name", name, "--drain-s", "3", **variables)
+        deployment.also(
+            "worker",
+            *(encoder if role == "encode" else (*flags, *EXACT)),
+            *("--role", role, "--name", name, "--drain-s", "3"),
+            **variables,
+        )
         for role, name in names.items()
     ]
     for worker in workers:

@@ -178,7 +178,7 @@ SUPPORT: Mapping[str, Support] = {
     "vllm": Support(
         prefill_decode="its NixlConnector",
         images="yes",
-        encode=NO,
+        encode="those of native",
         kv_events="over ZMQ",
         resumed_draws=NO,
         logprobs="yes",

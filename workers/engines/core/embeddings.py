@@ -208,13 +208,21 @@ class EmbeddingPool:
 
     Args:
         on_transfer: called with the slots that a transfer has filled.
+        alike: whether what these media have in their slots can be in one request; None: whatever it is. If it cannot,
+            or some are missing, all of them are filled again.
     """
 
-    def __init__(self, encoder: VisionEncoder, on_transfer: Callable[[list[int]], None] | None = None) -> None:
+    def __init__(
+        self,
+        encoder: VisionEncoder,
+        on_transfer: Callable[[list[int]], None] | None = None,
+        alike: Callable[[Seq[Seq[int]]], bool] | None = None,
+    ) -> None:
         self.encoder = encoder
         self.cache = EmbeddingCache(encoder.slots, encoder.slot_tokens)
         self.slot_tokens = encoder.slot_tokens
         self._on_transfer = on_transfer
+        self._alike = alike
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Decode one medium; from any thread.
@@ -240,7 +248,12 @@ class EmbeddingPool:
                 f"the media take {needed} embedding slots of {cache.slot_tokens} tokens; this worker has "
                 f"{cache.total_slots} (embed_slots)",
             )
-        return cache.reserve(media)
+        reservation = cache.reserve(media)
+        if reservation is None or self._alike is None:
+            return reservation
+        if not all(reservation.have) or not self._alike(reservation.slots):
+            reservation.have = [key in media[:at] for at, key in enumerate(media)]
+        return reservation
 
     def encode(self, reservation: MediaReservation, prepared: Mapping[int, object]) -> None:
         """Compute media (by their number in the reservation) into their slots, and adopt them.

@@ -95,7 +95,9 @@ class TrtllmAdapter:
         metrics: NativeMetrics,
         image_slots: ImageSlotStore | None = None,
     ) -> None:
-        self.vision = None if image_slots is None else EmbeddingPool(image_slots, image_slots.mark_embedded)
+        self.vision: EmbeddingPool | None = None
+        if image_slots is not None:
+            self.vision = EmbeddingPool(image_slots, image_slots.mark_embedded, image_slots.alike)
         self._info = info
         self.options = options
         self._metrics = metrics

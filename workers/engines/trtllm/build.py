@@ -45,6 +45,7 @@ from penstock.workers.engines.external.runtime import (
     shut_down,
     starting,
 )
+from penstock.workers.engines.native.model.embedding_slots import dtype_of
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import engine_inputs, follower
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
@@ -61,7 +62,7 @@ from penstock.workers.engines.trtllm.args import (
 from penstock.workers.engines.trtllm.engine_health import LogWatch
 from penstock.workers.engines.trtllm.engine_inputs import OutputPart, TrtllmOptions, bias
 from penstock.workers.engines.trtllm.follower import TrtllmCall
-from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
+from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, inputs
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 if TYPE_CHECKING:

@@ -68,6 +68,10 @@ class ImageSlotStore:
         for slot in slots:
             self._images.pop(slot, None)
 
+    def alike(self, media: Seq[Seq[int]]) -> bool:
+        """Whether all of these slots hold images, or none of them does: a request has one kind."""
+        return len({slots[0] in self._images for slots in media}) < 2
+
     def get(self, span: MediaSpan) -> Image.Image | Tensor:
         """An image, or a copy of its embeddings (tokens, hidden): its slots may be reused before they are read."""
         image = self._images.get(span.slots[0])
@@ -111,13 +115,3 @@ def inputs(
             "the request again",
         )
     return {"prompt": text, "multi_modal_data": {"image": images}, "mm_processor_kwargs": {}}
-
-
-def dtype_of(name: str, config: dict[str, Any]) -> torch.dtype:
-    """The model's dtype: ``name``; with "auto" its configuration's, else bfloat16."""
-    text = config.get("text_config")
-    configured = (
-        config.get("dtype") or config.get("torch_dtype") or (text.get("dtype") if isinstance(text, dict) else None)
-    )
-    dtype = getattr(torch, name if name != "auto" else str(configured or "bfloat16"), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16

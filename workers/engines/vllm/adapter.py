@@ -98,7 +98,7 @@ def loras(runtime: EngineRuntime[VllmApi], settings: WorkerSettings) -> EngineLo
 class VllmAdapter:
     """Implements ``penstock.workers.engines.external.engine.Adapter``.
 
-    KV moves through vLLM's own NIXL connector: ``memory`` is empty, handoffs are ``opaque``. vLLM embeds images itself.
+    KV moves through vLLM's own NIXL connector: handoffs are ``opaque``, ``memory`` has embeddings of images alone.
 
     Args:
         runtime: its resources are the subscribers, then the engine, then its loop.
@@ -117,7 +117,9 @@ class VllmAdapter:
         self._info = info
         self._options = options
         self._scheduler = scheduler
-        self.vision = None if options.images is None else EmbeddingPool(options.images)
+        self.vision: EmbeddingPool | None = None
+        if (images := options.images) is not None:
+            self.vision = EmbeddingPool(images, images.mark_embedded, images.alike)
         self._follower = VllmFollower(runtime, options)
         self._streams = EventStreams(info.dp_size, info.block_size, options.root)
         self._consumed = ConsumedStates()
@@ -153,7 +155,8 @@ class VllmAdapter:
         return self._streams.dump(rank)
 
     def memory(self) -> dict[str, Memory]:
-        return {}
+        images = self._options.images
+        return {} if self.vision is None or images is None or images.pool is None else self.vision.memory()
 
     def collectors(self) -> Seq[Collector]:
         return [NativeSeries(PREFIX)]

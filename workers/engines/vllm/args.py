@@ -54,6 +54,7 @@ RESERVED: Mapping[str, str] = {
     "max_lora_rank": "use --max-lora-rank",
     "max_cpu_loras": "use --max-cpu-loras",
     "logits_processors": "use --logits-processor",
+    "ec_transfer_config": "encode workers of --engine native hand over embeddings; remove it",
 }
 PROCESSORS = "penstock.workers.engines.vllm.logits_processors:Processors"  # which vLLM loads in its processes
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for max_lora_rank
@@ -72,7 +73,7 @@ class VllmSettings(NamedTuple):
         replay: endpoint of their replays.
         cpu_bytes: size of the KV cache if vLLM computes on CPUs; 0: on an accelerator.
         constraints: the engine applies constraints (structured output); it then reads the model's tokenizer.
-        images: it embeds images of prompts, for which it reads the model's tokenizer, too.
+        images: it takes images of prompts, for which it reads the model's tokenizer, too.
         leader_port: where the ranks of several machines meet at the first one.
         transfer_id: name of the engine for others that fetch its KV, equal on all nodes; empty: vLLM's choice.
     """
@@ -164,6 +165,8 @@ def defaults(wanted: VllmSettings) -> Tree:
         tree["dtype"] = worker.dtype
     if worker.tensor_parallel_size:
         tree["tensor_parallel_size"] = worker.tensor_parallel_size
+    if wanted.images:
+        tree["enable_mm_embeds"] = True  # of encode workers
     if wanted.constraints:
         tree["structured_outputs_config"] = {"backend": GRAMMARS}
     if worker.lora_slots:
@@ -206,14 +209,16 @@ def resolve(wanted: VllmSettings, given: Mapping[str, Any], known: Collection[st
         BadArguments: one line per problem, each with its fix.
     """
     if wanted.worker.role == "encode":
-        raise BadArguments(["--role encode: vLLM embeds images where it answers; use --engine native or trtllm"])
+        raise BadArguments(
+            ["--role encode: vLLM's workers take the embeddings of encode workers with --engine native; use that"]
+        )
     problems = refused(given, RESERVED, known)
     on = [key for key in MULTIMODAL if given.get(key)]
     problems += [
         f"{first} and {second}: they exclude each other; remove one" for first, second in itertools.combinations(on, 2)
     ]
     if "mm_encoder_only" in on:
-        problems.append("mm_encoder_only: vLLM embeds images where it answers; use --role encode of another engine")
+        problems.append("mm_encoder_only: use --role encode of --engine native, whose embeddings vLLM's workers take")
     if problems:
         raise BadArguments(problems)
     tree = merge(defaults(wanted), given)

@@ -38,6 +38,7 @@ from penstock.workers.engines.external.runtime import (
     first_request,
 )
 from penstock.workers.engines.logits.registry import registry_from_settings
+from penstock.workers.engines.native.model.embedding_slots import dtype_of
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter, loras
 from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
@@ -114,7 +115,11 @@ def from_settings(
         if processors is not None:
             info = msgspec.structs.replace(info, logits_processors=processors.names)
         if model.vision is not None and takes_images(settings, model):
-            store = ImageStore(model.vision, settings.embed_slots)
+            config = msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
+            # vLLM 0.32's engine ends when embeddings of different sizes meet in a step, with models that cut tiles.
+            takes_embeddings = resolved.tree.get("enable_mm_embeds") and model.vision.tiles is None
+            dtype = dtype_of(settings.dtype, config) if takes_embeddings else None
+            store = ImageStore(model.vision, settings.embed_slots, dtype)
             options = options._replace(images=store, placeholder=model.vision.image_token_id)
             # A decode engine names blocks and positions by the images, and computes the prompt if the KV is lost.
             info = msgspec.structs.replace(info, media_with_kv=True)

@@ -148,7 +148,7 @@ class VllmInputs(NamedTuple):
         adopted: the prompt's KV is fetched from another engine.
         computed: the tokens of its prompt, if it is pinned for a handoff.
         rank: data-parallel rank, if there are several.
-        images: files, for the placeholders in the prompt.
+        images: files, for the placeholders in the prompt; none: it has no images, or their embeddings.
         whole: the prompt's tokens as vLLM has to write it, if there are images.
     """
 
@@ -223,7 +223,9 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
     prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}
     images: tuple[bytes, ...] = ()
     if request.media and options.images is not None:
-        images = tuple(options.images.get(span) for span in request.media)
+        images = options.images.files(request.media)
+        if not images:
+            prompt["multi_modal_data"] = {"image": options.images.embeddings(request.media)}
         prompt["prompt_token_ids"] = collapse(computed, request.media, options.placeholder)
         prompt["multi_modal_uuids"] = {"image": [span.digest.hex() for span in request.media]}  # as blocks are named
     if request.root and request.root != options.root:
@@ -237,7 +239,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
         computed if request.pin else (),
         rank,
         images,
-        computed if images else (),
+        computed if request.media else (),
     )
 
 

@@ -76,6 +76,7 @@ class ModelConfig:
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     logits_processors: list[str] | None = None
+    enable_mm_embeds: bool = False
 
 
 @dataclass

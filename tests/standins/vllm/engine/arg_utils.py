@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 _DEFAULTS = {
     "model": "Qwen/Qwen3-0.6B",
     "skip_tokenizer_init": False,
+    "enable_mm_embeds": False,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
@@ -79,7 +80,14 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
                 raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be >= max_loras ({self.max_loras}).")
             lora = {"max_lora_rank": self.max_lora_rank}
         return VllmConfig(
-            ModelConfig(self.model, length, self.max_logprobs, self.skip_tokenizer_init, self.logits_processors),
+            ModelConfig(
+                self.model,
+                length,
+                self.max_logprobs,
+                self.skip_tokenizer_init,
+                self.logits_processors,
+                self.enable_mm_embeds,
+            ),
             CacheConfig(size, self.num_gpu_blocks_override or 2049, caching),
             SchedulerConfig(seqs, tokens),
             self.kv_transfer_config,

@@ -163,8 +163,9 @@ def test_multimodal_arguments_exclude_each_other(pair: tuple[str, str]) -> None:
     [
         ({"gpu_memory_utilisation": 1}, {}, "did you mean gpu_memory_utilization"),
         ({"model": "x"}, {}, "use --model"),
-        ({"mm_encoder_only": True}, {}, "embeds images where it answers"),
-        ({}, {"role": "encode"}, "embeds images where it answers"),
+        ({"mm_encoder_only": True}, {}, "--role encode of --engine native"),
+        ({}, {"role": "encode"}, "encode workers with --engine native"),
+        ({"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, {}, "hand over embeddings"),
         ({"block_size": 32}, {}, "--block-size"),
         ({"max_model_len": 32}, {}, "--max-model-len"),
         ({"enable_chunked_prefill": False}, {}, "refuses prompts"),

@@ -125,6 +125,16 @@ def rows(raw: bytes, hidden: int, dtype: torch.dtype) -> Rows:
     return Rows(data)
 
 
+def dtype_of(name: str, config: dict[str, Any]) -> torch.dtype:
+    """The model's dtype: ``name``; with "auto" its configuration's, else bfloat16."""
+    text = config.get("text_config")
+    configured = (
+        config.get("dtype") or config.get("torch_dtype") or (text.get("dtype") if isinstance(text, dict) else None)
+    )
+    dtype = getattr(torch, name if name != "auto" else str(configured or "bfloat16"), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
 def _refused(message: str) -> RequestError:
     return RequestError(Code.invalid_request, message)
 

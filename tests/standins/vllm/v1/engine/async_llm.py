@@ -339,7 +339,12 @@ class AsyncLLM:
         if tokens.count(model.image_token) != len(images):
             raise VLLMValidationError(f"Failed to apply prompt replacement for mm_items['image'][{len(images)}]")
         assert len(names) == len(images)
-        assert all(image.mode == "RGB" for image in images)
+        embedded = isinstance(images[0], torch.Tensor)  # a list of (tokens, hidden); LLaVA takes no other form
+        if embedded and not self.model_config.enable_mm_embeds:
+            raise ValueError("You must set `--enable-mm-embeds` to input `image_embeds`")
+        if embedded and any(rows.ndim != 2 for rows in images):
+            raise ValueError("Image embedding must be 2D (seq_len, hidden_size)")
+        assert embedded or all(image.mode == "RGB" for image in images)
         out: list[int] = []
         embeds: list[tuple[int, torch.Tensor]] = []
         media = []
@@ -347,7 +352,8 @@ class AsyncLLM:
             if token != model.image_token:
                 out.append(token)
                 continue
-            (rows,) = model.embed([images[len(embeds)]])
+            image = images[len(embeds)]
+            (rows,) = [image] if embedded else model.embed([image])
             media.append((len(out), len(rows), names[len(embeds)]))
             embeds.append((len(out), rows))
             out += [token] * len(rows)
