@@ -94,7 +94,7 @@ class Reservations:
             lacking = max(0, full - first) + tails - len(window)
             if len(window) + lacking > self._windows.total_blocks:
                 raise RequestError(Code.out_of_blocks, f"{len(window) + lacking} rows of sliding-window layers")
-            if self._windows.left(hits, window, lacking) < self.expected + self._row_headroom():
+            if self._windows.left(window, lacking) < self.expected + self._row_headroom():
                 return None
         if host is not None:
             blocks.saves_ahead = True
@@ -182,7 +182,7 @@ class Reservations:
             window = found.blocks[len(found.blocks) - len(found.windows.rows) :]
             if len(there) < len(found.blocks) or windows.found(window) != found.windows:
                 return 0
-            if windows.left(found.blocks, window, 0) < self.expected + self._row_headroom():
+            if windows.left(window, 0) < self.expected + self._row_headroom():
                 return 0
         # A prefix from its first block on: nothing may stay in the cache without what is in front of it.
         if (

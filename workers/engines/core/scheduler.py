@@ -171,8 +171,6 @@ class Scheduler:
         self.drafts = DraftCounts()
         self.report = StepReport()
         self._inflight = InflightPlans()
-        if windows is not None:
-            windows.plans = self._inflight
         self.running = RunningSequences(block_size, self.kv_cache, self.queue, self.pinned, self._inflight, self.report)
         self._block_size = block_size
         self._max_running = config.max_running

@@ -18,14 +18,13 @@ A prefix of the cache can be reused up to a block border if the rows that a wind
 Passed rows are dropped without an event: a router's view of a prefix is exact for the longest chains, and a request
 that branches off inside one may find less.
 
-A step that is being computed may still read rows that its sequences have passed. The next step, which writes them, runs
-behind it; other workers do not wait, so they get such a row only once that step is committed.
+Other workers fill rows while a step is computed. That is safe between two calls of ``Scheduler.schedule``: the one plan
+that may be in flight then was made after the rows that are passed by now were passed, so it reads none of them.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.sequence import Sequence
@@ -35,13 +34,6 @@ from penstock.workers.engines.engine_protocol import HeldRows
 def most_rows(window: int, block_size: int) -> int:
     """Rows that a window of so many tokens touches, at most."""
     return (window - 2) // block_size + 2
-
-
-class Plans(Protocol):
-    """How many plans were made and committed: see ``InflightPlans``."""
-
-    made: int
-    committed: int
 
 
 class WindowRows:
@@ -55,10 +47,9 @@ class WindowRows:
     Attributes:
         rows: the row of each block that has one; ``free`` has the others, but for those that are reserved.
         holders: how many sequences and readers hold a block's row.
-        passed: blocks whose rows a window has passed, with the number of the last plan that may read them.
+        passed: blocks whose rows a window has passed.
         generations: one u32 per row, as ``BlockManager`` has one per block.
         kept: rows that readers and reservations hold; those of shared blocks count several times.
-        plans: of the scheduler; None: each is committed before the next is made.
     """
 
     def __init__(self, blocks: BlockManager, total_blocks: int, *, block_size: int, window: int, only: bool) -> None:
@@ -73,11 +64,10 @@ class WindowRows:
         self._blocks = blocks
         self.rows: dict[int, int] = {}  # block -> row
         self.holders: dict[int, int] = {}  # block -> sequences that hold its row
-        self.passed: OrderedDict[int, int] = OrderedDict()  # by block
+        self.passed: OrderedDict[int, None] = OrderedDict()  # blocks
         self.free = list(range(total_blocks - 1, -1, -1))
         self.generations = array("I", bytes(4 * total_blocks))  # other processes read it: it never moves
         self.kept = self._reserved = 0
-        self.plans: Plans | None = None
         blocks.observer = self
 
     @property
@@ -181,7 +171,7 @@ class WindowRows:
             self._pass(block)
 
     def _pass(self, block: int) -> None:
-        self.passed[block] = self.plans.made if self.plans is not None else 0
+        self.passed[block] = None
         self.passed.move_to_end(block)
 
     def _pass_unheld(self, blocks: Seq[int]) -> None:
@@ -190,9 +180,8 @@ class WindowRows:
             if block in self.rows and block not in self.holders:
                 self._pass(block)
 
-    def _take(self, *, foreign: bool = False) -> int:
-        """A row for another content; ``foreign``: other workers write it, whatever is being computed."""
-        if not self.free and self.passed and not (foreign and self._in_use(next(iter(self.passed.values())))):
+    def _take(self) -> int:
+        if not self.free and self.passed:
             block, _ = self.passed.popitem(last=False)
             row = self.rows.pop(block)
         else:
@@ -203,22 +192,11 @@ class WindowRows:
         self.generations[row] = (self.generations[row] + 1) & 0xFFFFFFFF
         return row
 
-    def _in_use(self, plan: int) -> bool:
-        return self.plans is not None and plan > self.plans.committed
-
     # -- other workers ---------------------------------------------------------------------------------------
 
-    def left(self, table: Seq[int], window: Seq[int], fresh: int) -> int:
+    def left(self, window: Seq[int], fresh: int) -> int:
         """How many more rows could be reserved after ``keep`` and ``reserve(fresh)``; below 0: too few."""
-        in_use = 0
-        for plan in reversed(self.passed.values()):
-            if not self._in_use(plan):
-                break
-            in_use += 1
-        if self.plans is None or not self._in_use(self.plans.made):
-            table = window  # the rows of the others may be taken as soon as they are passed
-        revived = sum(block in self.rows and block not in self.holders for block in table)
-        return self.room - in_use - fresh - revived
+        return self.room - fresh - sum(block not in self.holders for block in window)
 
     def found(self, blocks: Seq[int]) -> HeldRows | None:
         """The rows of blocks, from any thread; None: one has none. A generation is increased before a row gets another
@@ -249,7 +227,7 @@ class WindowRows:
 
     def reserve(self, count: int) -> list[int]:
         """Rows that another worker fills; ``left`` has allowed it. They end with ``enter`` or ``unreserve``."""
-        rows = [self._take(foreign=True) for _ in range(count)]
+        rows = [self._take() for _ in range(count)]
         self._reserved += count
         self.kept += count
         return rows

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from penstock.workers.engines.core.blocks import BlockManager
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
-from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
+from penstock.workers.engines.core.sequence import OverlapExecutor, Sampled, ScheduledSequence
 from penstock.workers.engines.core.windows import WindowRows
 from penstock.workers.engines.engine_protocol import (
     BlockReservation,
@@ -71,6 +73,16 @@ class WindowMemory(PoolMemory):
                     mine[other, offset] = theirs[one, offset]
 
 
+class Pending:
+    """A step that reads and writes only when its result is asked for, as late as a device may."""
+
+    def __init__(self, memory: WindowMemory, plan: list[ScheduledSequence]) -> None:
+        self._memory, self._plan = memory, plan
+
+    def result(self) -> list[Sampled]:
+        return self._memory.execute(self._plan)
+
+
 class Rig:
     """An engine with ``rows`` rows for windows of ``window`` tokens."""
 
@@ -85,6 +97,7 @@ class Rig:
         only: bool = False,
         prefix_cache: bool = True,
         no_evict: bool = False,
+        overlapped: bool = False,
     ) -> None:
         self.manager = BlockManager(blocks, prefix_cache=prefix_cache)
         self.windows = WindowRows(self.manager, rows, block_size=SIZE, window=window, only=only)
@@ -102,7 +115,9 @@ class Rig:
         )
         info = EngineInfo("mock", SIZE, rows, max_running, 1000, 6, (2,), True)
         self.memory = WindowMemory(window)
-        self.engine = ScheduledEngine(info, self.scheduler, self.memory)
+        ahead = cast(OverlapExecutor, SimpleNamespace(launch=lambda plan, scoring: Pending(self.memory, plan)))
+        computing = None if overlapped else self.memory
+        self.engine = ScheduledEngine(info, self.scheduler, computing, ahead=ahead if overlapped else None)
         self.pinned: list[PinnedPrompt] = []
         self.mirror = Mirror()
         self.most = 0
@@ -249,26 +264,6 @@ def test_a_handoff_moves_the_window_and_nothing_of_the_prompt_is_computed_again(
         assert rig.windows.used_blocks == rig.windows.kept == 0
 
 
-def test_rows_that_a_step_still_reads_are_not_filled_by_others() -> None:
-    rig = Rig(8, 9)
-    rig.engine.submit(request("a", prompt(20), 40, ignore_eos=True))
-    rig.step()
-    plans = rig.windows.plans
-    assert plans is not None
-    plans.made += 1  # a step is in flight
-    windows, before = rig.windows, rig.windows.left([], [], 0)
-    (sequence,) = rig.scheduler.running
-    windows.fit(sequence, 28, 1)
-    assert len(windows.passed) > 0
-    assert windows.left([], [], 0) == before
-    rows = windows.reserve(before)
-    assert not windows.free
-    assert len(windows.passed) > 0
-    windows.unreserve(rows)
-    plans.committed += 1
-    assert windows.left([], [], 0) > before
-
-
 def test_a_prompt_whose_window_is_gone_is_handed_off_without_blocks() -> None:
     """The answer so far is longer than the pool: what its window has passed is not kept for another worker."""
     rig = Rig(8, 5, budget=8)
@@ -372,6 +367,7 @@ def test_answers_are_those_without_windows(
     st.tuples(st.integers(0, 6), st.integers(0, 6)),
     st.sampled_from((30, 60, 400)),
     st.booleans(),
+    st.booleans(),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(0, 6), st.booleans()), max_size=8),
 )
 def test_answers_that_are_handed_off_are_those_of_one_engine(
@@ -379,11 +375,12 @@ def test_answers_that_are_handed_off_are_those_of_one_engine(
     spare: tuple[int, int],
     blocks: int,
     only: bool,
+    overlapped: bool,
     requests: list[tuple[int, int, int, bool]],
 ) -> None:
     """Beside others that are computed in either engine."""
-    least = (window - 2) // SIZE + 2
-    source, target = (Rig(window, least + more, blocks=blocks, only=only, max_running=4) for more in spare)
+    least, more = (window - 2) // SIZE + 2, {"blocks": blocks, "only": only, "max_running": 4}
+    source, target = (Rig(window, least + rows, overlapped=overlapped, **more) for rows in spare)
     wanted, outputs = {}, dict[object, list[int]]()
 
     def step() -> StepResult:
