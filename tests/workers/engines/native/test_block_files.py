@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import stat
 import time
 from pathlib import Path
@@ -93,6 +94,32 @@ def test_a_damaged_file_is_not_read(damage: str, written: tuple[Path, Slots]) ->
         assert NAMES[0] not in third.present
         third.close()
         assert first not in paths(folder)
+
+
+def test_a_worker_that_was_killed_while_it_wrote_leaves_its_other_blocks_to_the_next_one(tmp_path: Path) -> None:
+    slots = Slots()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        worker = files(tmp_path / "kv", slots)
+        assert worker.write(NAMES[0], None, 0)
+        results(worker, 1)
+        path = worker._path(NAMES[1], NAMES[0])
+        path.with_name(f"{path.name}.part").write_bytes(b"half")
+        os.write(writer, b"x")
+        time.sleep(60)
+        os._exit(1)
+    assert os.read(reader, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    again = files(tmp_path / "kv", slots)
+    assert again.present == {NAMES[0]: None}
+    assert len(paths(tmp_path)) == 1, "what was not written as a whole is removed"
+    again.read(NAMES[0], None, 5)
+    assert results(again, 1) == [FileResult(NAMES[0], True, True)]
+    again.close()
+    os.close(reader)
+    os.close(writer)
 
 
 def test_workers_of_one_folder_have_parts_of_their_own_and_layouts_too(written: tuple[Path, Slots]) -> None:
