@@ -3,16 +3,21 @@
 They are asked for completions, and by the workers of another model for chats.
 """
 
+import asyncio
+import json
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from penstock.cli.commands import main
+from penstock.infra.bus.connection import connect
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import MODEL, MODEL_NAME, Deployment, joined, metrics, parse_sse
+from tests.pipeline.support import MODEL, MODEL_NAME, Deployment, ending, joined, metrics, parse_sse
 
 OPEN = "penstock_gateway_open_requests"
 BODY = {"model": MODEL_NAME, "prompt": [20, 21, 22, 23], "temperature": 0, "ignore_eos": True}
@@ -78,6 +83,23 @@ async def test_chats_are_those_of_the_server_and_counted_as_it_counts(
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
         record = (await http.get(f"/v1/requests/{mine['id']}")).json()
         assert record["output_tokens"] == 12
+
+
+async def test_chats_run_again_on_the_server_itself(
+    far: Deployment, near: Deployment, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    async with http:
+        answer = (await http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 9})).raise_for_status()
+    report = tmp_path / "report.json"
+    flags = ("--data-dir", str(near.data_dir), "--target", far.urls[0], "--model", MODEL_NAME)
+    name = str(answer.headers["x-request-id"])
+    async with await connect(near.state.nats_url, role="operator", name="test", namespace=near.state.namespace) as bus:
+        await ending(bus, name)  # its record is stored a moment after the answer
+    argv = ["replay", name, *flags, "--model-path", str(MODEL), "--json", str(report)]
+    assert await asyncio.to_thread(main, argv) == 0
+    assert json.loads(report.read_text())["outcomes"]["same"] == 1
+    assert await asyncio.to_thread(main, [*argv, "--set", "max_tokens=4"]) == 1
+    assert json.loads(report.read_text())["outcomes"]["same"] == 0
 
 
 async def serving(far: Deployment) -> int:
