@@ -28,6 +28,7 @@ from penstock.schemas.wire import encode
 log = structlog.get_logger("audit")
 
 WITHIN_S = 5.0
+FLUSH_S = 5
 MOST_WAITING = 256  # entries of a process that are not stored yet
 EVERY_S = 1.0  # what happens more often within is one entry
 MOST_KINDS = 200  # of such entries
@@ -176,9 +177,11 @@ class Watch:
         for name in BUCKETS:
             subject = self._bus.subjects.live(f"$KV.{self._bus.subjects.bucket(name)}.>")
             await self._bus.nc.subscribe(subject, queue=QUEUE, cb=self._on_stored)
-        await self._bus.nc.flush()
-        self.ready = True
         while True:
+            if not self.ready:
+                with contextlib.suppress(NatsError, OSError):  # an answer is lost with the connection it was to come by
+                    await self._bus.nc.flush(FLUSH_S)
+                    self.ready = True
             await asyncio.sleep(EVERY_S)
             self.flush()
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,27 @@ async def test_what_is_done_past_the_commands_is_seen_by_a_router(
     found = await listed(server, capsys)
     assert sum(each["count"] for each in found if each["detail"] == "stream msg delete") == 3
     assert not any("info" in each["detail"] for each in found)
+
+
+async def test_a_router_whose_connection_breaks_at_its_start_stays_and_sees_what_is_done_later(
+    server: EmbeddedNats, bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended after 10 s: the broker's answer that it sees everything from now on was lost."""
+    async with await connect(server.url("router"), role="router", name="router:r-0") as own:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        watch = Watch(own, Auditor(own, own.tasks))
+        watching = asyncio.create_task(watch.run())
+        assert not (await asyncio.wait({watching}, timeout=0.1))[0]
+        server.kill()
+        await server.wait()
+        await server.start()
+        while not watch.ready:
+            assert not watching.done(), watching.exception()
+            await asyncio.sleep(0.01)
+        assert await run("keys", "create", "--quiet", "--nats-url", server.url("keys")) == 0
+        await until(server, capsys, lambda each: each["action"] == "keys create")
+        watching.cancel()
 
 
 async def test_what_a_command_notes_is_not_listed_a_second_time_as_the_broker_says_it(
