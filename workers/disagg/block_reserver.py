@@ -91,7 +91,7 @@ MOST_ANNOUNCED = 256  # prompts
 class _Announced:
     """A prompt whose request has not come."""
 
-    __slots__ = ("order", "reading", "ticket", "timer", "wait")
+    __slots__ = ("began", "order", "reading", "ticket", "timer", "wait")
 
     def __init__(self, order: Reserve, wait: BlockWait[BlockReservation], timer: asyncio.TimerHandle) -> None:
         self.order = order
@@ -99,6 +99,7 @@ class _Announced:
         self.timer = timer
         self.ticket: Ticket | None = None  # once the prompt is computed
         self.reading: asyncio.Task[BlockReservation | None] | None = None
+        self.began = False  # reading, which frees the blocks itself where it fails
 
 
 class AnnouncedPrompts:
@@ -190,15 +191,17 @@ class AnnouncedPrompts:
 
     def _read(self, announced: _Announced, ticket: Ticket) -> "asyncio.Task[BlockReservation | None]":
         announced.ticket = ticket
-        work = self._read_blocks(announced.wait, ticket)
+        work = self._read_blocks(announced, ticket)
         announced.reading = reading = self._tasks.spawn(work, name="announced", on_failure=_not_read)
         return reading
 
-    async def _read_blocks(self, wait: BlockWait[BlockReservation], ticket: Ticket) -> BlockReservation | None:
+    async def _read_blocks(self, announced: _Announced, ticket: Ticket) -> BlockReservation | None:
+        answer = announced.wait.answer
         try:
-            reserved = await asyncio.shield(asyncio.wrap_future(wait.answer))
+            reserved = answer.result() if answer.done() else await asyncio.shield(asyncio.wrap_future(answer))
         except RequestError:  # there will never be room
             return None
+        announced.began = True
         if reserved is None:
             return None
         reservation = reserved
@@ -222,6 +225,9 @@ class AnnouncedPrompts:
         """Free the blocks, once nothing writes to them."""
 
         def free(answer: "Future[BlockReservation | None] | asyncio.Task[BlockReservation | None]") -> None:
+            if answer.cancelled() and not announced.began:
+                announced.wait.answer.add_done_callback(free)
+                return
             reservation = None if answer.cancelled() or answer.exception() else answer.result()
             if reservation is not None:
                 self._engine.call(lambda engine: kv_transfer_of(engine).release(reservation))

@@ -28,7 +28,7 @@ from penstock.schemas.requests import GenerateRequest, Media, Sampling
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import PROMPT as PROMPT_ITEM
 from penstock.schemas.trace import Trace
-from penstock.schemas.transfer import MIXED, Prefilled
+from penstock.schemas.transfer import MIXED, Prefilled, Ticket
 from penstock.workers.disagg import block_reserver, disaggregation
 from penstock.workers.disagg.block_reserver import AnnouncedPrompts
 from penstock.workers.engine_loop.step_output import SequenceState
@@ -696,6 +696,23 @@ async def test_a_session_that_ends_while_announced_kv_is_read_holds_nothing(
     await pair.decode.frees_everything()
     unsent.set()
     await pair.decode.begin()
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_session_that_ends_before_announced_kv_is_read_holds_nothing(
+    log: LogClient, pair: Pair, answered: bool
+) -> None:
+    session, prompts = pair.decode.session, announced(pair)
+    assert pair.prefill.transport is not None
+    endpoint, names = pair.prefill.transport.endpoint, bytes(range(112))
+    session.expect(control.Reserve("r:1:decode", pair.prefill.id, names, 1, 1))
+    wait = prompts._open["r:1:decode"].wait
+    if answered:
+        await eventually(wait.answer.done)
+    session.expect(control.Fetch(Ticket("r:1:decode", pair.prefill.id, endpoint, "kv", bytes(32), bytes(32), 1 << 62)))
+    await prompts.close()
+    assert (await asyncio.wrap_future(wait.answer)) is not None
+    await pair.decode.frees_everything()
 
 
 async def test_announcements_that_come_twice_late_alone_or_of_another_prompt_change_nothing(
