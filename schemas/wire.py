@@ -68,11 +68,6 @@ def narrowed(packed: bytes) -> bytes:
     return bytes((whole - 8 + width,)) + b"".join(planes) + joined.to_bytes(size, "little")
 
 
-def narrowed_count(data: bytes) -> int:
-    """How many token ids ``narrowed`` has packed here, if they are whole."""
-    return 8 * (len(data) - 1) // data[0] if data and data[0] else 0
-
-
 def widened(data: bytes, count: int) -> bytes:
     """Inverse of ``narrowed``.
 

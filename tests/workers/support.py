@@ -30,8 +30,7 @@ from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, MEMORY, Subjec
 from penstock.schemas.token_dedup import ChoiceProgress, replay
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from penstock.schemas.transfer import Handoff
-from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.loop import EngineLoop, EngineThread
 from penstock.workers.engines import mock
 from penstock.workers.engines.engine_protocol import Engine, StepResult
 from penstock.workers.engines.mock.executor import GREEDY, MockVocabulary, expected_tokens

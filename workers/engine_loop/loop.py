@@ -1,14 +1,12 @@
-"""Drives an engine: commands, steps, and flushes of the steps' output (``step_output``), in turn.
+"""Drives an engine in its thread: commands, steps, and flushes of the steps' output (``step_output``), in turn.
 
-No NATS here. All per-token work happens in the engine thread, which ``engine_thread`` chooses and which calls
-``advance``. The worker's session sees one ``Flush`` for one or more steps. While it has not consumed the last one, up
-to ``MAX_AHEAD`` steps are batched; then the engine waits, so that neither memory nor latency grows when the broker is
-slow.
+No NATS here. All per-token work happens in the engine's thread (``EngineThread``), which calls ``advance``: a step may
+take long. The worker's session sees one ``Flush`` for one or more steps (``step_output``). While it has not consumed
+the last one, up to ``MAX_AHEAD`` steps are batched; then the engine waits, so that neither memory nor latency grows
+when the broker is slow.
 
-Waits for blocks or slots of the engine, first come, first served in each pool. Pure; used in the engine thread.
-
-The first wait is tried again when something has come free, and those behind it only after it succeeded. Waits have no
-timeout here: the caller cancels.
+Waits for blocks or slots of the engine are served first come, first served in each pool: the first is tried again when
+something has come free, and those behind it only after it succeeded. They have no timeout here: the caller cancels.
 """
 
 import concurrent.futures
@@ -21,10 +19,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+import structlog
+
 from penstock.workers.engine_loop.step_output import CacheSnapshot, Flush, SequenceState, StepOutput
 from penstock.workers.engines.engine_protocol import Engine, EngineError, RequestError, SequenceRequest
 
 T = TypeVar("T")
+
+
+log = structlog.get_logger("engine")
 
 
 class BlockWait(Generic[T]):
@@ -450,3 +453,65 @@ class EngineLoop:
             self._in_flight += 1
             self._deliver(flush)
             return flush
+
+
+class EngineThread:
+    """Owns an engine from its construction to its end.
+
+    Args:
+        build: makes the engine, in a thread of its own.
+        engine_loop: what is done with the engine.
+        failed: called in the engine thread, once, when the engine is broken.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        engine_loop: EngineLoop,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._build = build
+        self._engine_loop = engine_loop
+        self._failed = failed
+        self._error: BaseException | None = None
+        self._engine: Engine
+        self._ready = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_ready(self, timeout: float | None = None) -> Engine:
+        """Block until the engine is built; not in the event loop. Raises what ``build`` raised."""
+        if not self._ready.wait(timeout):
+            raise TimeoutError("the engine is still loading")
+        if self._error is not None:
+            raise self._error
+        return self._engine
+
+    def join(self, timeout: float) -> bool:
+        """Block until the engine is closed, behind ``EngineLoop.stop``; not in the event loop. False: it is not yet."""
+        return self._ended.wait(timeout)
+
+    def _run(self) -> None:
+        try:
+            engine = self._engine = self._build()
+        except BaseException as error:
+            self._error = error
+            self._ended.set()
+            self._ready.set()
+            return
+        self._ready.set()
+        try:
+            while not self._engine_loop.stopped:
+                pause = self._engine_loop.advance(engine)
+                if pause != 0:
+                    self._engine_loop.run_command(engine, pause)
+        except BaseException as error:
+            log.error("engine_failed", error=repr(error), exc_info=True)
+            self._failed(error)
+        finally:
+            self._engine_loop.end()
+            engine.close()
+            self._ended.set()

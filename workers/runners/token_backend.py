@@ -20,8 +20,7 @@ from penstock.schemas import block_hashes
 from penstock.schemas.fleet import AUTO, TensorSource
 from penstock.schemas.requests import CARRIED_CHAT
 from penstock.schemas.transfer import Endpoint
-from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.loop import EngineLoop, EngineThread
 from penstock.workers.engines.engine_protocol import Engine, EngineError, EngineInfo, Grammars, VisionEngine
 from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable
 from penstock.workers.metrics.worker_metrics import WorkerMetrics

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import MAX_AHEAD, EngineLoop
+from penstock.workers.engine_loop.loop import MAX_AHEAD, EngineLoop, EngineThread
 from penstock.workers.engine_loop.step_output import Flush
 from penstock.workers.engines.engine_protocol import EngineError
 from tests.infra.bus.support import eventually
