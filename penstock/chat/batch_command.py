@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.chat.chat_command import INTERRUPTED, deployment_url
-from penstock.chat.client import BROKEN, CONNECT_S
+from penstock.chat.client import BROKEN, CONNECT_S, message_of
 from penstock.cli.terminal import visible
 from penstock.configs.flags import Parser
 from penstock.configs.settings import NatsSettings
@@ -62,9 +62,9 @@ class BatchApi:
         except httpcore2.UnsupportedProtocol:
             raise ValueError(f"--url {self._base}: expected http://HOST:PORT") from None
         if answer.status >= 500:
-            raise ConnectionError(_message(answer.status, answer.content))
+            raise ConnectionError(message_of(answer.status, answer.content))
         if answer.status != 200:
-            raise ValueError(_message(answer.status, answer.content))
+            raise ValueError(message_of(answer.status, answer.content))
         return bytes(answer.content)
 
     def patiently(self, method: str, path: str, content: bytes = b"") -> bytes:
@@ -101,13 +101,6 @@ class BatchApi:
     def state(self, batch: str) -> dict[str, Any]:
         found: dict[str, Any] = msgspec.json.decode(self.patiently("GET", f"batches/{batch}"))
         return found
-
-
-def _message(status: int, content: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(content)["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return f"the server answered {status}: {content[:200].decode(errors='replace')}"
 
 
 def run(argv: Sequence[str]) -> int:

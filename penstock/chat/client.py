@@ -329,7 +329,7 @@ class ChatClient:
         except (*BROKEN, TimeoutError) as error:
             raise ValueError(f"no answer from {self._base}: {error or 'timeout'}") from error
         if response.status != 200:
-            raise ServerRefused(_message(response.status, response.content))
+            raise ServerRefused(message_of(response.status, response.content))
         try:
             return [str(each["id"]) for each in msgspec.json.decode(response.content)["data"]]
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
@@ -381,13 +381,13 @@ class ChatClient:
                     data += piece
                     if len(data) > ERROR_BYTES:
                         break
-                raise ServerRefused(_message(response.status, data[:ERROR_BYTES]))
+                raise ServerRefused(message_of(response.status, data[:ERROR_BYTES]))
             async for piece in response.aiter_stream():
                 for part in answer.feed(piece):
                     yield part
 
 
-def _message(status: int, content: bytes) -> str:
+def message_of(status: int, content: bytes) -> str:
     """An error as the server words it."""
     hint = " (here: --key KEY, or $OPENAI_API_KEY)" if status == 401 else ""
     try:
