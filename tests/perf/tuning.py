@@ -36,8 +36,7 @@ from penstock.infra.text.encoder import TextEncoder
 from penstock.measure.load_generator import WORDS
 from penstock.router.state import radix_tree
 from penstock.workers.engine_loop import loop as engine_loop
-from penstock.workers.engine_loop.engine_thread import EngineThread
-from penstock.workers.engine_loop.loop import EngineLoop
+from penstock.workers.engine_loop.loop import EngineLoop, EngineThread
 from penstock.workers.engine_loop.step_output import Flush, SequenceState
 from penstock.workers.engines.engine_protocol import Engine, Output, StepResult
 from penstock.workers.runners import embedding_runner
