@@ -1,4 +1,4 @@
-"""A real nats-server for the whole run, and a namespace of its own for every test that uses it.
+"""A real nats-server, and a namespace of its own for every test that uses it.
 
 Use ``broker`` for a shared server, ``subjects`` for a fresh namespace, ``nc`` for an operator's connection,
 ``connect`` for one of another role, ``pipeline`` for a namespace whose streams exist, and ``make_broker`` for a
@@ -6,14 +6,18 @@ server that the test may kill.
 """
 
 import asyncio
+import functools
 import gc
+import itertools
 import logging
 import os
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import certifi
 import pytest
 import structlog
 from nats.aio.client import Client
@@ -46,6 +50,15 @@ LONGEST = (
     "tests/infra/",
     "tests/penstock/",
 )
+
+# Every client of httpx reads certifi's certificates, which takes 20 CPU-ms; here one context serves all of them.
+CERTIFI = {"cafile": certifi.where()}
+new_context = ssl.create_default_context
+httpx_context = functools.cache(functools.partial(new_context, **CERTIFI))
+ssl.create_default_context = lambda *args, **more: httpx_context() if more == CERTIFI else new_context(*args, **more)
+
+# Of 30 streams each. With those of 100 tests, a server takes twice as long to make another one.
+NAMESPACES = 30
 
 T = TypeVar("T")
 Connect = Callable[..., Awaitable[Client]]
@@ -116,13 +129,33 @@ def own_logging() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedNats]:
-    """The run's own nats-server, own port and store; its role users know the namespace "ps" only."""
-    server = EmbeddedNats(tmp_path_factory.mktemp("nats"))
-    outside(server.start())
-    yield server
-    server.kill()  # in order, it would take 20 s to close the streams of a thousand namespaces, which nobody needs
-    outside(server.stop())
+def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], EmbeddedNats]]:
+    """The run's own nats-server, own port and store; a new one after every ``NAMESPACES`` tests."""
+    running: list[EmbeddedNats] = []
+    asked = itertools.count()
+
+    def end() -> None:
+        for server in running:
+            server.kill()  # in order, it would take seconds to close all streams, which nobody needs
+            outside(server.stop())
+        running.clear()
+
+    def current() -> EmbeddedNats:
+        if next(asked) % NAMESPACES == 0 or not running:
+            end()
+            server = EmbeddedNats(tmp_path_factory.mktemp("nats"))
+            outside(server.start())
+            running.append(server)
+        return running[0]
+
+    yield current
+    end()
+
+
+@pytest.fixture
+def broker(brokers: Callable[[], EmbeddedNats]) -> EmbeddedNats:
+    """A nats-server that tests share; its role users know the namespace "ps" only."""
+    return brokers()
 
 
 @pytest.fixture

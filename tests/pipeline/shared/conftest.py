@@ -71,14 +71,14 @@ async def empty_bus(empty: Deployment) -> AsyncIterator[Bus]:
 @pytest.fixture
 def client(fast: Deployment) -> Iterator[openai.OpenAI]:
     """The stock client, against ``fast``."""
-    transport = openai.DefaultHttpxClient(trust_env=False)
+    transport = openai.DefaultHttpxClient(trust_env=False, verify=False)
     with openai.OpenAI(base_url=fast.urls[0] + "/v1", api_key="none", max_retries=0, http_client=transport) as made:
         yield made
 
 
 @pytest.fixture
 async def aclient(fast: Deployment) -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = openai.DefaultAsyncHttpxClient(trust_env=False)
+    transport = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     async with openai.AsyncOpenAI(
         base_url=fast.urls[0] + "/v1", api_key="none", max_retries=0, http_client=transport
     ) as made:

@@ -118,7 +118,7 @@ async def test_an_image_of_a_request_with_no_store_is_fetched_from_memory_and_on
 
 
 async def test_the_stock_client_gets_images_in_the_answer(studio: httpx.AsyncClient, fast: Deployment) -> None:
-    transport = openai.DefaultAsyncHttpxClient(trust_env=False)
+    transport = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     async with openai.AsyncOpenAI(
         base_url=fast.urls[1] + "/v1", api_key="none", max_retries=0, http_client=transport
     ) as client:
