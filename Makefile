@@ -33,7 +33,7 @@ test: $(VENV)/.installed-dev  ## everything that CI checks: lint, types, tests
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory -j2 types pytest
 
-# 20 times as many examples as in `make test`, and new ones every time.
+# 50 times as many examples as in `make test`, and new ones every time.
 test-long: $(VENV)/.installed-dev  ## the property tests alone, with many more examples
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 7200 \
 	  --numprocesses $(JOBS) --dist load $(ARGS)

@@ -1,7 +1,7 @@
 """How many examples property tests draw, in two profiles of hypothesis.
 
 ``default`` is for every run: ``make test`` draws the same examples everywhere, so that a failure comes from the change
-under test, can be repeated, and costs a known time. New examples are the purpose of ``long`` (``make test-long``): 20
+under test, can be repeated, and costs a known time. New examples are the purpose of ``long`` (``make test-long``): 50
 times as many, different in every run. It prints how to repeat a failure; keep that one as an ``@example``.
 """
 
@@ -9,14 +9,15 @@ import os
 
 from hypothesis import settings
 
-EXAMPLES = 100
-LONG = 20  # times the examples of "default"
+EXAMPLES = 100  # of a test that names no number
+DEFAULT = 40  # of them
+LONG = 50  # times the examples of "default"
 
 
 def register() -> None:
     """Register the profiles, and load the one that ``HYPOTHESIS_PROFILE`` names."""
-    settings.register_profile("default", max_examples=EXAMPLES, deadline=None, derandomize=True)
-    settings.register_profile("long", max_examples=LONG * EXAMPLES, deadline=None, derandomize=False, print_blob=True)
+    settings.register_profile("default", max_examples=DEFAULT, deadline=None, derandomize=True)
+    settings.register_profile("long", max_examples=LONG * DEFAULT, deadline=None, derandomize=False, print_blob=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

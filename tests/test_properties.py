@@ -24,8 +24,8 @@ def test_the_long_profile_draws_more_of_every_test(loaded: str) -> None:
         many = examples(60)
     finally:
         settings.load_profile(loaded)
-    assert (few.max_examples, few.derandomize) == (60, True)
-    assert (many.max_examples, many.derandomize) == (LONG * 60, False)
+    assert (few.max_examples, few.derandomize) == (24, True)
+    assert (many.max_examples, many.derandomize) == (LONG * 24, False)
 
 
 def test_no_test_sets_its_own_number() -> None:
