@@ -470,7 +470,7 @@ class WorkerHarness:
 
     async def frees_everything(self) -> None:
         """Until no sequence holds a block."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (stats := await self.stats()).used_blocks or stats.running or stats.waiting:
             assert time.monotonic() < deadline, stats
             await asyncio.sleep(0.01)

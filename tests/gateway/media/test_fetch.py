@@ -109,7 +109,7 @@ async def test_a_slow_answer_ends_at_the_limit_of_time(site: Site) -> None:
     for path in site.answers:
         began = time.monotonic()
         assert "within 0.3 s (--media-timeout-s)" in str(await refusal(site.url(path), LIMITS._replace(timeout_s=0.3)))
-        assert 0.2 < time.monotonic() - began < 2
+        assert 0.2 < time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ async def test_one_bad_image_ends_the_loading_of_the_others(bus: Bus, site: Site
         gateway_on(bus).prepare(CHAT, chat_body(image(site.url("/never")), image(data_url(b"hello"))))
     )
     assert error.param == "messages[0].content[1].image_url"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8  # --media-timeout-s is 10
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "medium"]
 
 
@@ -361,7 +361,7 @@ async def test_images_that_come_too_late_end_the_request_at_its_deadline(bus: Bu
     began = time.monotonic()
     error = await refusal(gateway_on(bus).prepare(CHAT, chat_body(image(site.url("/never")), timeout_s=0.3)))
     assert error.code is Code.deadline_exceeded
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8  # --media-timeout-s is 10
 
 
 async def test_downloads_at_once_are_bounded(bus: Bus, site: Site) -> None:

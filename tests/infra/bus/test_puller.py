@@ -9,10 +9,12 @@ import pytest
 
 from penstock.infra.bus.client import Frame, Handler
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.puller import ACK, NAK, Puller
+from penstock.infra.bus.puller import ACK, HEARTBEAT_S, NAK, Puller
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import CONSUMER, delivered, eventually, make_consumer, opened, publish_jobs, unacked
+
+SOON_S = HEARTBEAT_S / 2  # sooner than by any timer, also on a loaded machine
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ async def test_work_that_comes_later_is_taken_at_once(bus: Bus) -> None:
     began = time.monotonic()
     await publish_jobs(bus, 1)
     await eventually(lambda: taker.seen == [b"1"])
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < SOON_S
     await taker.puller.close()
 
 
@@ -98,7 +100,7 @@ async def test_a_message_wakes_no_task_but_the_one_that_handles_it(
 
     async def counted(data: bytes = b"") -> None:
         nonlocal reads
-        reads += 1
+        reads += b"MSG " in data  # and no PING, which the server sends every second
         await parse(data)
 
     bus.nc._ps.parse = counted  # of the task that reads the link
@@ -237,7 +239,7 @@ async def test_without_its_consumer_it_asks_now_and_then_and_goes_on_when_it_is_
     await publish_jobs(bus, 1)
     began = time.monotonic()
     await eventually(lambda: taker.seen == [b"1"])
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < SOON_S
     await taker.puller.close()
 
 
@@ -260,7 +262,7 @@ async def test_it_goes_on_at_once_after_the_server_was_killed(
         began = time.monotonic()
         await publish_jobs(bus, 2)
         await eventually(lambda: b"2" in taker.seen)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < SOON_S
         await taker.puller.close()
 
 
@@ -336,7 +338,7 @@ async def test_a_drain_delivers_what_had_come_although_the_server_is_gone_and_no
         await eventually(lambda: not bus.connected)
         began = time.monotonic()
         await taker.puller.drain()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < SOON_S
         seen = len(taker.seen)
         await server.start()
         await eventually(lambda: bus.connected)
@@ -387,7 +389,7 @@ async def test_a_handler_that_hangs_does_not_hold_up_a_drain_for_ever_and_gets_n
     await eventually(lambda: taker.begun)
     began = time.monotonic()
     await taker.puller.drain()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < SOON_S
     taker.gate.set()
     await publish_jobs(bus, 3)
     await bus.nc.flush()

@@ -536,17 +536,18 @@ async def test_a_worker_that_lost_its_lease_frees_everything_it_held_for_others(
     await pair.prefill.begin()
 
 
-async def test_a_reader_that_leaves_ends_the_lease_at_once(log: LogClient, pair: Pair) -> None:
-    assert pair.prefill.transport is not None
-    pair.network.stall(pair.prefill.transport.endpoint.agent)
-    asked = request(PROMPT)
-    await send_jobs(log, pair, asked)
-    await eventually(lambda: pair.prefill.session.runner.disaggregation.open_leases)
-    await log.remove_key(pair.decode.id)
-    began = time.monotonic()
-    await pair.prefill.frees_everything()
-    assert time.monotonic() - began < 1.5, "not only when the lease passed"
-    pair.network.resume(pair.prefill.transport.endpoint.agent)
+async def test_a_reader_that_leaves_ends_the_lease_at_once(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
+) -> None:
+    async with paired(broker, pipeline, handoff_lease_s=90.0) as pair:
+        assert pair.prefill.transport is not None
+        pair.network.stall(pair.prefill.transport.endpoint.agent)
+        asked = request(PROMPT)
+        await send_jobs(log, pair, asked)
+        await eventually(lambda: pair.prefill.session.runner.disaggregation.open_leases)
+        await log.remove_key(pair.decode.id)
+        await pair.prefill.frees_everything()  # not only when the lease has passed
+        pair.network.resume(pair.prefill.transport.endpoint.agent)
 
 
 async def test_an_order_for_an_unknown_ticket_is_answered(log: LogClient, pair: Pair) -> None:
@@ -844,7 +845,7 @@ async def test_a_handoff_that_waits_for_room_asks_no_more_than_it_must_and_goes_
     began = time.monotonic()
     pair.decode.loop.call(lambda engine: engine.kv_transfer.release(taken))
     await log.states(asked, "read")
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < disaggregation.BLOCK_WAIT_S / 2
     await log.end(asked)
     await pair.free()
 
