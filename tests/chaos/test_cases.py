@@ -32,6 +32,7 @@ def asked(report: Report) -> Counter[str]:
     return Counter({kind: row["asked"] for kind, row in report.judgement.rows.items()})
 
 
+@pytest.mark.slow  # infra/bus/test_erase and request_log/test_catch_up show what a clock that is ahead must not change
 async def test_clocks_that_are_30_s_apart_change_no_answer_and_no_deletion(tmp_path: Path) -> None:
     """A gateway ahead made ids of times that had not come: what it deleted was left in the log, and said to be gone."""
     seed = next(seed for seed in range(99) if far_apart(Starts("", seed=seed, clock_s=30.0)))

@@ -150,7 +150,7 @@ def events_of(raw: bytes) -> list[Event]:
     return parse_sse(b"".join(kept))
 
 
-@pytest.mark.parametrize("no_store", [False, True], ids=["stored", "no_store"])
+@pytest.mark.parametrize("no_store", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stored", "no_store"])
 async def test_an_answer_whose_cell_has_lost_all_workers_goes_on_in_another_cell(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle, no_store: bool
 ) -> None:

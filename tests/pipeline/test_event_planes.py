@@ -39,7 +39,7 @@ async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-@pytest.fixture(params=["nats", "zmq"])
+@pytest.fixture(params=[pytest.param("nats", marks=pytest.mark.slow), "zmq"])
 async def plane(request: pytest.FixtureRequest, deployment: Deployment, bus: Bus) -> AsyncIterator[str]:
     """Two workers with ranks on an event plane."""
     flags = ("--mock-ranks", str(RANKS), "--event-plane", request.param)

@@ -49,7 +49,9 @@ async def begun(http: httpx.AsyncClient, asked: dict[str, Any]) -> "tuple[str, a
     return await started, task
 
 
-@pytest.mark.parametrize("victims", [("nats",), ("nats", "worker"), ("nats", "router")])
+@pytest.mark.parametrize(
+    "victims", [pytest.param(("nats",), marks=pytest.mark.slow), ("nats", "worker"), ("nats", "router")]
+)
 async def test_answers_are_whole_though_the_broker_and_one_other_process_die(
     lone: Deployment, oracle: Oracle, victims: tuple[str, ...]
 ) -> None:

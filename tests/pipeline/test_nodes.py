@@ -136,6 +136,7 @@ def test_a_machine_that_is_lost_while_the_ranks_meet_ends_the_start(deployment: 
     assert "node 1 of 2" in leader.log.read_text()
 
 
+@pytest.mark.slow
 def test_machines_that_wait_in_vain_say_for_whom(deployment: Deployment, nodes: Nodes) -> None:
     leader = nodes.start(0, wait_s=1)
     assert leader.wait() == EXIT_START

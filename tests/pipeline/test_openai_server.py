@@ -33,11 +33,14 @@ def far(new_deployment: NewDeployment) -> Deployment:
 def near(far: Deployment, new_deployment: NewDeployment) -> Deployment:
     """Two workers for each server."""
     made = new_deployment("--workers", "0", "--model", str(MODEL))
+    workers = []
     for url in far.urls:
         flags = ("--engine", "openai", "--url", url, "--model", str(MODEL))
-        made.also("worker", *flags, PENSTOCK_URL_KEY="unused").wait_for("worker_registered")
+        workers.append(made.also("worker", *flags, PENSTOCK_URL_KEY="unused"))
         flags += ("--url-api", "chat", "--url-model", MODEL_NAME, "--served-model-name", "chats")
-        made.also("worker", *flags).wait_for("worker_registered")
+        workers.append(made.also("worker", *flags))
+    for worker in workers:
+        worker.wait_for("worker_registered")
     return made
 
 

@@ -44,6 +44,7 @@ def printed(folder: Path, *flags: str) -> str:
     return text[: text.index("passwords of ")]
 
 
+@pytest.mark.slow  # test_cluster runs on three servers, and each printed file is read below
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
 async def test_a_deployment_runs_on_three_servers_with_tls_whose_files_were_printed(tmp_path: Path) -> None:

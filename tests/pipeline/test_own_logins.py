@@ -124,7 +124,7 @@ async def audits(site: Site, variables: Mapping[str, str], way: str) -> None:
 
 
 @pytest.mark.timeout(180)  # a whole deployment, as no role may lack what it needs: some 10 s
-@pytest.mark.parametrize("way", ["nkeys", "certificates"])
+@pytest.mark.parametrize("way", [pytest.param("nkeys", marks=pytest.mark.slow), "certificates"])
 async def test_a_deployment_runs_with_users_without_passwords_as_the_page_prints_it(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_insta
     assert "--extra-index-url https://pypi.nvidia.com" in said
 
 
+@pytest.mark.slow  # test_vllm serves with the stand-in, launch/recipes/test_recipes runs all scripts
 async def test_the_quick_start_script_of_vllm_with_a_draft_serves(tmp_path: Path) -> None:
     command = tmp_path / "penstock"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock "$@"\n')

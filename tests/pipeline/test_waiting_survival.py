@@ -121,7 +121,9 @@ async def fleet(make_broker: Callable[..., EmbeddedNats], connect: Connect, tmp_
         await bus.close()
 
 
-@pytest.mark.parametrize("way", ["before a snapshot", "after a snapshot", "another router took over"])
+@pytest.mark.parametrize(
+    "way", ["before a snapshot", pytest.param("after a snapshot", marks=pytest.mark.slow), "another router took over"]
+)
 async def test_requests_that_wait_for_their_next_attempt_outlive_all_routers(
     fleet: Fleet, oracle: Oracle, way: str
 ) -> None:

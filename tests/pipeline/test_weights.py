@@ -491,6 +491,7 @@ async def test_models_that_share_a_device_take_turns_as_requests_come(new_deploy
         assert len(await awake()) == 1
 
 
+@pytest.mark.slow  # workers/engines/native/test_ranks has each rank's part
 async def test_each_rank_of_a_split_model_has_its_part_of_a_trainers_tensors(
     new_deployment: NewDeployment, tmp_path: Path, steps: dict[str, Trained], prompt: list[int]
 ) -> None:

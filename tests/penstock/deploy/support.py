@@ -56,7 +56,13 @@ def helm(*arguments: str, values: str = "") -> subprocess.CompletedProcess[str]:
     """Run helm on the prepared chart, with values on its standard input."""
     command = [HELM or "helm", arguments[0], *arguments[1:], str(prepared()), "-f", "-"]
     home = str(prepared().parent / "home")
-    environ = {"PATH": os.environ["PATH"], "HELM_CACHE_HOME": home, "HELM_CONFIG_HOME": home, "HELM_DATA_HOME": home}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "GOGC": "off",
+        "HELM_CACHE_HOME": home,
+        "HELM_CONFIG_HOME": home,
+        "HELM_DATA_HOME": home,
+    }
     return subprocess.run(
         command, input=values or "{}", capture_output=True, text=True, check=False, timeout=60, env=environ
     )
