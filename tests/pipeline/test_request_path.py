@@ -19,6 +19,7 @@ from tests.pipeline.support import MODEL, MODEL_NAME, Process, free_port
 
 ROLES = ("router", "worker", "gateway")
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 48, "stream": True}
+LOG_LINES = "configs/logs.py"  # on a loaded machine, processes say that they are late
 IDLE_S = 6.0  # what happens more seldom is not taken for the request's
 
 MOST_MODULES = 80
@@ -90,7 +91,8 @@ def trace(folder: Path) -> dict[str, list[Call]]:
         for process in started:
             process.kill()
         outside(server.stop())
-    return {role: without(in_both(chat[role], again[role]), idle[role]) for role in ROLES}
+    always = {role: without(in_both(chat[role], again[role]), idle[role]) for role in ROLES}
+    return {role: [call for call in made if call.module != LOG_LINES] for role, made in always.items()}
 
 
 @pytest.fixture(scope="module")
