@@ -131,20 +131,8 @@ async def test_a_worker_moves_between_roles_one_has_ended_before_the_other_begin
 async def test_a_model_without_requests_sleeps_stays_listed_and_answers_the_next_one(
     new_deployment: NewDeployment, tmp_path: Path
 ) -> None:
-    two = new_deployment(
-        *("--engine", "native", "--threads", "1", "--workers", "1", "--model", "demo", "--model", "other=demo"),
-    )
-    flags = (
-        "--data-dir",
-        str(two.data_dir),
-        "--connector",
-        "local",
-        "--model",
-        "demo",
-        "--json",
-        "--interval-s",
-        "0.5",
-    )
+    two = new_deployment("--workers", "1", "--model", "demo", "--model", "other=demo")
+    flags = ("--data-dir", str(two.data_dir), "--connector", "local", "--model", "demo", "--json", "--interval-s=0.5")
     planning = Process(tmp_path / "plan.log", "plan", *flags, "--min-workers", "0", "--zero-after-s", "1.5")
     workers = [each.name for each in two.state.processes if each.role == "worker"]
     async with httpx.AsyncClient(base_url=two.urls[0], timeout=60, trust_env=False) as http:
