@@ -147,7 +147,7 @@ async def test_a_worker_that_is_known_to_be_drained_a_moment_later_is_started_ag
     monkeypatch.setattr(restart.os, "kill", lambda pid, number: signals.append(number))
     await restart._restart({}, tmp_path, process, 10.0)
     assert signals == [restart.RESUME]
-    assert (tmp_path / "resume").read_text() == "worker-0"
+    assert (tmp_path / "resume").read_text() == "worker-0\n"
 
 
 def deployment_of(active: int, *processes: tuple[str, int, bool]) -> DeploymentState:

@@ -668,7 +668,7 @@ def test_a_chat_that_cannot_go_on_says_so_and_one_of_which_nothing_came_starts_a
     driver = drive(url_api="chat")
     (failure,) = driver.run(ask_chat(1)).failures
     assert failure.code == Code.worker_lost
-    assert "continues no such answer" in failure.message
+    assert "cannot continue such an answer" in failure.message
     assert [len(body["messages"]) for body in far.asked] == [1, 1]
 
 
