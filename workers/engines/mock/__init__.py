@@ -184,8 +184,8 @@ class DataParallelEngine:
         return False
 
     def stats(self) -> EngineStats:
-        each = [engine.stats() for engine in self._engines]
-        return EngineStats(*(sum(getattr(stats, name) for stats in each) for name in EngineStats.__struct_fields__))
+        columns = zip(*(msgspec.structs.astuple(engine.stats()) for engine in self._engines), strict=True)
+        return EngineStats(*(sum(others, first) for first, *others in columns))  # tuples, too
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
         return self._engines[rank].dump()
