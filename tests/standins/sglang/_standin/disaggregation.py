@@ -6,27 +6,24 @@ has the prompt's KV and the first token, ``failed`` that one side has given up.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from penstock.infra.process.user_folder import OwnFolder
+
 
 @functools.cache
-def _own() -> str:
-    made = tempfile.mkdtemp(prefix="sglang-standin-")
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+def _own() -> OwnFolder:
+    return OwnFolder("sglang-standin")
 
 
 def folder() -> Path:
-    return Path(os.environ.get("SGLANG_STANDIN_KV") or _own())
+    return Path(os.environ.get("SGLANG_STANDIN_KV") or _own().path)
 
 
 class Bootstrap:
