@@ -57,7 +57,7 @@ def test_a_broken_stream_goes_on_with_the_next_whole_event() -> None:
     ("data", "message"),
     [
         (b'data: {"error": {"message": "the worker failed"}}\n\n', "the worker failed"),
-        (b"data: <html>\n\n", "no stream of chat completion chunks"),
+        (b"data: <html>\n\n", "not a stream of chat completion chunks"),
         (b"x" * (MAX_EVENT_BYTES + 1), "larger than 8 MiB"),
     ],
 )

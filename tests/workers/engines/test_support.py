@@ -108,6 +108,6 @@ def test_an_engine_without_pictures_is_refused_for_them() -> None:
 def test_vllm_has_no_encode_workers_as_it_says() -> None:
     args = pytest.importorskip("penstock.workers.engines.vllm.args")
     wanted = args.VllmSettings(WorkerSettings(engine="vllm", role="encode"), 32)
-    with pytest.raises(BadArguments, match="embeds images where it answers"):
+    with pytest.raises(BadArguments, match="encode workers with --engine native"):
         args.resolve(wanted, {}, ())
     assert not SUPPORT["vllm"].encode

@@ -107,7 +107,7 @@ def test_a_room_is_entered_once() -> None:
     assert meeting(ask(0, PROMPT, handoff="a"), INFO, options, consumed).rank is None
     with pytest.raises(ValueError, match="for decode workers only"):
         meeting(ask(0, PROMPT), INFO, options, consumed)
-    with pytest.raises(ValueError, match="behind prompts"):
+    with pytest.raises(ValueError, match="continues prompts"):
         meeting(ask(0, PROMPT), INFO, options._replace(role="decode"), consumed)
 
 
