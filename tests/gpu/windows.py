@@ -186,8 +186,9 @@ def memory(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def speed(asked: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of rows of (streams, prompt, answer), each as the median of three."""
-    rows = [(1, asked.context // 2, 64), (8, asked.context // 8, 64), (64, asked.context // 64, 64)]
+    """Tokens per second by streams, prompts and answers, each as the median of three."""
+    most, answer = (64, 64) if asked.device == "cuda" else (2, 4)
+    rows = [(count, asked.context // 2 // count, answer) for count in (1, 8, 64) if count <= most]
     rates: dict[str, dict[str, float]] = {}
     vocab = config(asked.shape, asked.context).vocab_size
     for name, hybrid in (("one pool", False), ("two pools", True)):
