@@ -280,11 +280,13 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
     }
     for worker in roles.values():
         await asyncio.to_thread(worker.wait_for, "worker_registered", START_S)
+    lost: list[str] = []
     for round in range(2):
         answer = await http.post("/v1/chat/completions", json=chat(QUESTION))
         assert answer.status_code == 200, answer.text
         timeline, done = await ending(bus, answer.headers["x-request-id"])
         assert not done.code
+        lost += [each.decision.reason for each in timeline.routed[1:]]
         if not round:
             assert [stage.role for stage in timeline.routed[0].decision.route] == ["prefill", "decode"]
             assert done.worker.startswith("decode")
@@ -298,7 +300,9 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
     await until(nothing_held, "all is let go of", within_s=40)
     connectors = [each.load.connector for each in await registrations(bus) if each.role in roles]
     assert connectors == [ConnectorUse("NixlConnector")] * 2, "it says no more"
-    assert {lease.last.state for lease in (await leases(bus, time.time_ns())).values()} == {"released"}
+    ends = {lease.last.state for lease in (await leases(bus, time.time_ns())).values()}
+    # A machine without CPU time for 3 s costs workers their lease, and an attempt; what was pinned for it then expires.
+    assert ends == {"released"} or (lost and ends <= {"released", "expired"}), lost
     assert await stopped(list(roles.values())) == [0, 0]
     await all_end(list(roles.values()))
 
