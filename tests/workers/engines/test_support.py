@@ -110,4 +110,4 @@ def test_vllm_has_no_encode_workers_as_it_says() -> None:
     wanted = args.VllmSettings(WorkerSettings(engine="vllm", role="encode"), 32)
     with pytest.raises(BadArguments, match="encode workers with --engine native"):
         args.resolve(wanted, {}, ())
-    assert not SUPPORT["vllm"].encode
+    assert SUPPORT["vllm"].encode == "those of native"
