@@ -27,6 +27,7 @@ from penstock.infra.bus.direct_get import (
     read_backwards,
     stream_end,
 )
+from penstock.log_tools.requests.text_search import RecordSearch
 from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.store_files import (
     Raw,
@@ -189,27 +190,33 @@ async def ended(
     criteria: Criteria,
     *,
     before: int = 0,
+    search: RecordSearch | None = None,
     prompts: bool = False,
 ) -> AsyncGenerator[tuple[int, LoggedRequest], None]:
     """Ended requests with the sequences of their records, latest end first.
 
     Args:
         before: begin before this sequence of DONE; 0: with the last record.
-        prompts: read the prompts from REQUESTS, too.
+        search: yield only requests that may match; others are not decoded.
+        prompts: read the prompts from REQUESTS, too; always done with ``search``.
     Raises:
         ServingError: the stream cannot be read.
+        ValueError: as ``RecordSearch.matching``.
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
     before = before or await _behind(bus, stream, criteria)
-    parts = _with_requests(bus, _together(bus, stream, subjects, before), wanted=prompts)
+    parts = _with_requests(bus, _together(bus, stream, subjects, before), wanted=prompts or search is not None)
     async with contextlib.aclosing(parts):
         async for part, asked in parts:
-            for each, stored in zip(part, asked, strict=True):
+            may_be = search.matching(list(map(_body, part)), asked) if search is not None else [True] * len(part)
+            for each, stored, is_wanted in zip(part, asked, may_be, strict=True):
+                if not is_wanted and not oldest:
+                    continue
                 entry = entry_of(each) if isinstance(each, Raw) else each
                 if oldest and entry.time_ns < oldest:  # the request was accepted even earlier
                     return
-                found = of_entry(entry, stored)
+                found = of_entry(entry, stored) if is_wanted else None
                 if found is not None and criteria.accepts(found.summary):
                     yield entry.seq, found
 

@@ -32,6 +32,7 @@ from penstock.log_tools.requests.find_requests import (
     with_prompt,
 )
 from penstock.log_tools.requests.slow import PROPERTIES, GroupComparison, Samples, comparison_lines, itl_ms, report
+from penstock.log_tools.requests.text_search import RecordSearch
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, add_verify_flag, open_cells, run_command
 from penstock.schemas.keys import PREFIX, check_id
 from penstock.schemas.summary import NOT_SAMPLED, QUEUED, RUNNING, STATES, UNKNOWN, Criteria, RequestSummary, as_dict
@@ -429,16 +430,15 @@ async def _ended(bus: Readable, options: ListOptions, cell: int | None) -> Async
         async for summary in summaries(bus, options.criteria):
             yield RequestLine(summary, cell=cell)
         return
-    without_prompt = 0
+    search = RecordSearch(options.grep, options.texts)
     try:
-        async for _, each in ended(bus, options.criteria, prompts=True):
-            without_prompt += each.request is not None and bool(each.request.prompt_length and not each.request.prompt)
+        async for _, each in ended(bus, options.criteria, search=search):
             if (line := _line(each, options, cell)) is not None:
                 yield line
     finally:
-        if without_prompt:
+        if search.without_prompt:
             print(
-                f"penstock requests: of {counted(without_prompt, 'request')}, only the answer was searched: "
+                f"penstock requests: of {counted(search.without_prompt, 'request')}, only the answer was searched: "
                 f"{bus.subjects.stream('REQUESTS')} no longer has the prompt. It keeps prompts for 7 days, or until it "
                 "is full (`penstock streams set REQUESTS`)",
                 file=sys.stderr,

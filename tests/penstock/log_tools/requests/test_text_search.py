@@ -1,4 +1,4 @@
-"""Searching the prompts and answers of ended requests in the files of a stopped deployment."""
+"""Searching the texts of requests: by the few fields that are needed against decoding every message."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.infra.model.modeldir import TINY, load_tokenizer
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import ended
 from penstock.log_tools.requests.list_requests import match_in
+from penstock.log_tools.requests.text_search import RecordSearch
 from penstock.log_tools.sources.data_folder import StoredLog
 from penstock.log_tools.sources.store_files import HAS_HEADERS, HEADER
 from penstock.schemas.done import Done, Outcome, Returned, not_recorded, recorded
@@ -21,11 +22,72 @@ from penstock.schemas.done import packed as packed_record
 from penstock.schemas.requests import Diffusion, Embedding, GenerateRequest, Stop, new_request_id, packed
 from penstock.schemas.subjects import KEPT, Subjects
 from penstock.schemas.summary import Criteria
-from penstock.schemas.wire import encode, pack_tokens
+from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
 from tests.properties import examples
 
 TEXTS, MODEL = Texts(), str(TINY)
 SIZE = len(TEXTS.detokenizer(MODEL).spoken)
+TOKENS = st.lists(st.integers(0, SIZE + 3) | st.sampled_from(load_tokenizer(TINY).encode("ein Knödel ﬁts İ 日本").ids))
+LITERALS = st.text("aAiIkKßKſİ日é .�\ud800", max_size=3)
+PATTERNS = st.recursive(
+    st.builds(re.escape, LITERALS) | st.sampled_from([".", r"\d", r"\b", "[ab]", "(?i:AB)", "$", "x*", "(?!a)"]),
+    lambda inner: (
+        st.builds("{}{}".format, inner, inner)
+        | st.builds("(?:{}){}".format, inner, st.sampled_from(["", "?", "*", "+", "{2}", "{0,2}", "+?"]))
+        | st.builds("({}|{})".format, inner, inner)
+    ),
+    max_leaves=5,
+)
+
+
+def matching(pattern: re.Pattern[str], rows: Sequence[tuple[Sequence[int], ...]]) -> list[bool]:
+    """What is found in records of prompts and answers: of this build, and of an earlier one, which had prompts."""
+    ours, theirs = [], []
+    for prompt, *answers in rows:
+        request = GenerateRequest("r", MODEL, "g", pack_tokens(prompt), Stop(8), 1, 2, b"", 16)
+        choices = tuple(Outcome(pack_tokens(answer), "stop") for answer in answers)
+        done = Done("r", MODEL, 1, choices=choices)
+        for accepted in (encode(request), encode(packed(request))):
+            ours.append((encode(packed_record(msgspec.structs.replace(done, submitted=recorded(request)))), accepted))
+        theirs.append((encode(msgspec.structs.replace(done, submitted=encode(request))), b""))
+    search = RecordSearch(pattern, TEXTS)
+    if not rows:
+        assert search.matching([], []) == []
+        return []
+    found = search.matching(*zip(*theirs, strict=True))
+    assert [one for one in found for _ in range(2)] == search.matching(*zip(*ours, strict=True))
+    return found
+
+
+def has(pattern: re.Pattern[str], *rows: Sequence[int]) -> bool:
+    text_of = TEXTS.detokenizer(MODEL).text
+    return any(pattern.search(text_of(unpack_tokens(pack_tokens(row)))) is not None for row in rows)
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS), max_size=4), st.data(), st.booleans())
+def test_a_part_of_a_text_is_found_wherever_tokens_cut_it(
+    rows: list[tuple[list[int], list[int]]], data: st.DataObject, any_case: bool
+) -> None:
+    texts = [TEXTS.detokenizer(MODEL).text(tokens) for row in rows for tokens in row if tokens] or ["none"]
+    text = data.draw(st.sampled_from(texts))
+    start = data.draw(st.integers(0, len(text)))
+    part = text[start : start + data.draw(st.integers(1, 40))]
+    pattern = re.compile(re.escape(part.swapcase() if any_case else part), re.IGNORECASE if any_case else 0)
+    found = matching(pattern, rows)
+    assert found == [has(pattern, *row) for row in rows]
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS), max_size=3), PATTERNS, st.booleans())
+@example([(load_tokenizer(TINY).encode("K K").ids, [])], "k k", True)
+def test_any_pattern_finds_what_it_finds_in_the_texts(
+    rows: list[tuple[list[int], list[int]]], source: str, any_case: bool
+) -> None:
+    pattern = re.compile(source, re.IGNORECASE if any_case else 0)
+    found = matching(pattern, rows)
+    assert found == [has(pattern, *row) for row in rows]
+
+
+# --- files of a stopped deployment ---
 
 WIDE, SHIFT = "wide", 1 << 16  # a second model, which has each token of the demo model twice; the second takes 17 bits
 SUBJECTS = Subjects("ps")
@@ -71,17 +133,26 @@ def write(folder: Path, name: str, rows: Sequence[tuple[int, str, str, bytes]], 
         (msgs / f"{start // per_block + 1}.blk").write_bytes(out)
 
 
+async def found(stored: StoredLog, pattern: re.Pattern[str], search: RecordSearch | None) -> list[str]:
+    """The requests that are listed, newest end first."""
+    listed = []
+    async for _, each in ended(stored, Criteria(), search=search, prompts=search is None):
+        assert each.request is not None
+        if match_in(pattern, BOTH, each) is not None:
+            listed.append(each.request.id)
+    return listed
+
+
 Row = tuple[str, list[int], list[list[int]], str, int]  # kind, prompt, answers, model, ns from acceptance to the end
 
 
-def stored(folder: Path, rows: Sequence[Row], per_block: int) -> tuple[StoredLog, list[str]]:
-    """Requests of all kinds, accepted one after the other, in files of so many messages; and their ids."""
-    asked, done, ids = [], [], []
+def stored(folder: Path, rows: Sequence[Row], per_block: int) -> StoredLog:
+    """Requests of all kinds, accepted one after the other, in files of so many messages."""
+    asked, done = [], []
     for number, (kind, prompt, answers, model, took_ns) in enumerate(rows):
         at_ns = NOW_NS + number * 50_000_000
         packed_prompt = place(prompt, model, number)
         request = GenerateRequest(new_request_id(at_ns), model, "g", packed_prompt, Stop(8), at_ns, at_ns)
-        ids.append(request.id)
         if kind == "vectors":
             request = msgspec.structs.replace(request, embedding=Embedding(4, texts=("a capital",)))
         if kind == "image":
@@ -106,32 +177,13 @@ def stored(folder: Path, rows: Sequence[Row], per_block: int) -> tuple[StoredLog
     names = [SUBJECTS.stream(name) for name in ("REQUESTS", "DONE")]
     for name, messages in zip(names, (asked, sorted(done)), strict=True):
         write(folder, name, messages, per_block)
-    return StoredLog(folder, SUBJECTS, names), ids
-
-
-async def found(log: StoredLog, pattern: re.Pattern[str]) -> list[str]:
-    """The requests that are listed, newest end first."""
-    listed = []
-    async for _, each in ended(log, Criteria(), prompts=True):
-        assert each.request is not None
-        if match_in(pattern, BOTH, each) is not None:
-            listed.append(each.request.id)
-    return listed
-
-
-def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    """Whether a request that has ended has it in what is kept of its texts."""
-    kind, prompt, answers, *_ = row
-    texts = [BOTH.detokenizer(MODEL).text(answer) for answer in answers]
-    if kind != "gone":
-        texts.append({"image": "Paris", "vectors": "a capital"}.get(kind) or BOTH.detokenizer(MODEL).text(prompt))
-    return kind != "open" and any(map(pattern.search, texts))
+    return StoredLog(folder, SUBJECTS, names)
 
 
 @pytest.mark.parametrize(
     ("pattern", "count"), [("capital", 18), ("Paris", 38), (r"(?i)PARI. \d", 0), ("Knödel", 0), ("", 54), ("a|b", 52)]
 )
-async def test_a_text_is_found_in_every_kind_of_request(tmp_path: Path, pattern: str, count: int) -> None:
+async def test_a_text_in_files_is_found_in_every_kind_of_request(tmp_path: Path, pattern: str, count: int) -> None:
     capital, paris, *_ = WORDS
     rows: list[Row] = [
         (kind, prompt, [answer], model, took_ns)
@@ -139,8 +191,12 @@ async def test_a_text_is_found_in_every_kind_of_request(tmp_path: Path, pattern:
         for took_ns, (prompt, answer) in enumerate([(capital, []), ([], paris), ([7, 8], [9, *paris])], 1)
         for model in (MODEL, WIDE)
     ]
-    log, _ = stored(tmp_path, rows, 7)
-    assert len(await found(log, re.compile(pattern))) == count
+    log, wanted = stored(tmp_path, rows, 7), re.compile(pattern)
+    search = RecordSearch(wanted, BOTH)
+    names = await found(log, wanted, search)
+    assert names == await found(log, wanted, None)
+    assert len(names) == count
+    assert search.without_prompt == 4
 
 
 @examples(25)
@@ -149,7 +205,7 @@ async def test_a_text_is_found_in_every_kind_of_request(tmp_path: Path, pattern:
         st.tuples(
             st.sampled_from(KINDS),
             SAID,
-            st.lists(SAID, min_size=1, max_size=2),
+            st.lists(SAID, max_size=2),
             st.sampled_from([MODEL, WIDE]),
             st.sampled_from([1, 120_000_000, 4_000_000_000]),
         ),
@@ -159,15 +215,15 @@ async def test_a_text_is_found_in_every_kind_of_request(tmp_path: Path, pattern:
     st.data(),
     st.integers(1, 4),
 )
-async def test_any_part_of_a_text_is_found_in_the_requests_that_have_it_and_in_no_others(
+async def test_in_files_the_same_is_found_as_when_every_message_is_decoded(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Row], data: st.DataObject, per_block: int
 ) -> None:
-    log, ids = stored(tmp_path_factory.mktemp("store"), rows, per_block)
+    log = stored(tmp_path_factory.mktemp("store"), rows, per_block)
     texts = [BOTH.detokenizer(MODEL).text(part) for _, prompt, answers, *_ in rows for part in (prompt, *answers)]
     text = data.draw(st.sampled_from([*filter(None, texts), "none"]))
     start = data.draw(st.integers(0, len(text) - 1))
     any_case = data.draw(st.booleans())
     pattern = re.compile(re.escape(text[start : start + data.draw(st.integers(1, 12))]), re.IGNORECASE * any_case)
-    assert sorted(await found(log, pattern)) == sorted(
-        name for name, row in zip(ids, rows, strict=True) if has(row, pattern)
-    )
+    search = RecordSearch(pattern, BOTH)
+    assert await found(log, pattern, search) == await found(log, pattern, None)
+    assert search.without_prompt == sum(kind == "gone" and bool(prompt) for kind, prompt, *_ in rows)
