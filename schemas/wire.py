@@ -68,6 +68,14 @@ def narrowed(packed: bytes) -> bytes:
     return bytes((whole - 8 + width,)) + b"".join(planes) + joined.to_bytes(size, "little")
 
 
+WIDTHS = tuple(8 * whole + width for whole in range(1, TOKEN_BYTES + 1) for width in (0, 1, 2, 4))[:-3]  # bits of an id
+
+
+def narrowed_count(data: bytes) -> int:
+    """How many token ids ``narrowed`` has packed here, if they are whole."""
+    return 8 * (len(data) - 1) // data[0] if data and data[0] else 0
+
+
 def widened(data: bytes, count: int) -> bytes:
     """Inverse of ``narrowed``.
 

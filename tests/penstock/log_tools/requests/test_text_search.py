@@ -1,4 +1,4 @@
-"""Searching the texts of requests: by the few fields that are needed against decoding every message."""
+"""Searching the texts of requests: the quick way against decoding every text."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.infra.model.modeldir import TINY, load_tokenizer
+from penstock.log_tools.requests import text_search
 from penstock.log_tools.requests.describe import Texts
 from penstock.log_tools.requests.find_requests import ended
 from penstock.log_tools.requests.list_requests import match_in
@@ -22,7 +23,7 @@ from penstock.schemas.done import packed as packed_record
 from penstock.schemas.requests import Diffusion, Embedding, GenerateRequest, Stop, new_request_id, packed
 from penstock.schemas.subjects import KEPT, Subjects
 from penstock.schemas.summary import Criteria
-from penstock.schemas.wire import encode, pack_tokens, unpack_tokens
+from penstock.schemas.wire import WIDTHS, encode, narrowed, pack_tokens, unpack_tokens
 from tests.properties import examples
 
 TEXTS, MODEL = Texts(), str(TINY)
@@ -85,6 +86,38 @@ def test_any_pattern_finds_what_it_finds_in_the_texts(
     pattern = re.compile(source, re.IGNORECASE if any_case else 0)
     found = matching(pattern, rows)
     assert found == [has(pattern, *row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("source", "literal"),
+    [
+        ("invoice", "invoice"),
+        (r"invoice \d+ is paid", "invoice "),
+        (r"\b(?:order|cart)\b of (user) [0-9]+", " of "),
+        (r"a?bcd+e*", "bc"),
+        ("(?i)INVOICE", "nvo"),
+        ("paid|open", ""),
+        ("(?i:ab)", ""),
+    ],
+)
+def test_the_longest_literal_is_what_every_match_has(source: str, literal: str) -> None:
+    assert text_search._longest_literal(re.compile(source)) == literal.encode()
+
+
+def test_texts_without_the_literal_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_text = load_tokenizer(TINY).encode
+    rows = [(encode_text(text).ids,) for text in ("the capital of France", "nothing at all", "a capital city")]
+    decoded: list[Sequence[int]] = []
+    detokenizer = TEXTS.detokenizer(MODEL)
+    text_of = type(detokenizer).text
+
+    def noted(self: object, tokens: Sequence[int]) -> str:
+        decoded.append(tokens)
+        return text_of(detokenizer, tokens)
+
+    monkeypatch.setattr(type(detokenizer), "text", noted)
+    assert matching(re.compile("capital of .rance"), rows) == [True, False, False]
+    assert len(decoded) == 3, "one text of each three records"
 
 
 # --- files of a stopped deployment ---
@@ -227,3 +260,15 @@ async def test_in_files_the_same_is_found_as_when_every_message_is_decoded(
     search = RecordSearch(pattern, BOTH)
     assert await found(log, pattern, search) == await found(log, pattern, None)
     assert search.without_prompt == sum(kind == "gone" and bool(prompt) for kind, prompt, *_ in rows)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_a_literal_is_found_at_every_width_of_ids(bits: int) -> None:
+    vocabulary, largest = [b"ab", b"c", b"", b"xa", b"bcx", b"-"], (1 << bits) - 1
+    may_be = ([0, 1], [5, 3, 4], [0, 2, 1], [0], [5, 0])  # of the last two, something may follow that has no text
+    cannot = ([1, 0, 5], [3, 0, 5], [5, 4])
+    parts = [narrowed(pack_tokens([largest, *tokens])) for tokens in (*may_be, *cannot)]
+    assert {part[0] for part in parts} == {bits}
+    table = text_search._Beginnings([vocabulary], b"abc", any_case=False)
+    assert table.candidates(parts).tolist() == list(range(len(may_be)))
+    assert table.candidates([narrowed(pack_tokens([0, largest, 1])), b"\x03abc"]).tolist() == [0, 1]
