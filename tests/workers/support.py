@@ -441,8 +441,6 @@ class WorkerHarness:
                 pushing.add_done_callback(
                     lambda task: asyncio.ensure_future(message.respond(wire.encode(task.result())))
                 )
-            elif isinstance(order, control.Reserve | control.Fetch):
-                session.expect(order)
             elif isinstance(order, control.PinPrefix):
                 await message.respond(wire.encode(session.pin_prefix(order)))
             elif isinstance(order, control.Release):

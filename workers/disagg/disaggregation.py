@@ -14,14 +14,15 @@ before the request does, which then starts like any other whose prefix is cached
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from penstock.infra.bus import memory_storage
+from penstock.infra.bus.client import Frame
 from penstock.infra.bus.puller import ACK
-from penstock.schemas import contents, jobs, wire
+from penstock.schemas import contents, control, jobs, wire
 from penstock.schemas.control import Fetch, Ok, PinPrefix, PrefixPinned, Push, Pushed, Release, Reserve
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import ConnectorUse
@@ -50,6 +51,7 @@ from penstock.workers.session.requests import RunningRequest, next_job, prompt_d
 
 log = structlog.get_logger("worker")
 
+ANNOUNCEMENTS = tuple(b"\xa4type" + wire.encode(tag) for tag in ("reserve", "fetch"))  # their bytes, from the second on
 BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt is queued like any other
 LEASE_MARGIN_NS = 1_000_000_000
 TRUST_POLL_S = 0.02
@@ -103,6 +105,7 @@ class DisaggCoordinator:
         self.reserver = BlockReserver(engine, context.requests, quarantine_s)
         self._ledger = TransferLedger(bus, context.outbox, context.id, metrics)
         self._owner: Owner | None = None
+        self._announcements: Any = None  # the subscription
         self._announced: AnnouncedPrompts | None = None  # by prefill workers
         self._announced_to: set[str] = set()  # requests that a decode worker has reserved blocks for, as far as known
         self.reader: BlockReader | None = None
@@ -137,6 +140,10 @@ class DisaggCoordinator:
         """
         if self.reader is not None:
             await self.reader.open()
+        if self._announced is not None:
+            # FastStream's own turns, in a worker that was idle, take half a millisecond: as long as the message.
+            subject = self._bus.subjects.control(self._context.id)
+            self._announcements = await self._bus.nc.subscribe_direct(subject, self._on_control)
         if self._peers is not None:
             await self._peers.start()
 
@@ -188,6 +195,8 @@ class DisaggCoordinator:
         if self._peers is not None:
             await self._peers.stop()
         if self._announced is not None:
+            if self._announcements is not None and self._bus.connected:
+                await self._announcements.unsubscribe()
             await self._announced.close()
         if self._owner is not None:
             await self._owner.close()
@@ -206,7 +215,14 @@ class DisaggCoordinator:
 
     # --- control requests ---
 
+    def _on_control(self, frame: Frame) -> None:
+        if frame.data.startswith(ANNOUNCEMENTS, 1):
+            order = control.decode_worker(frame.data)
+            assert isinstance(order, Reserve | Fetch)
+            self.expect(order)
+
     def expect(self, order: Reserve | Fetch) -> None:
+        """The prefill of a request that is to continue here ends soon, or has ended."""
         if self._announced is None:
             return
         if isinstance(order, Fetch):

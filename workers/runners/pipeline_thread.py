@@ -15,7 +15,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas import fleet
 from penstock.schemas.control import (
-    Fetch,
     Ok,
     PinPrefix,
     PrefixPinned,
@@ -24,7 +23,6 @@ from penstock.schemas.control import (
     RecordedTrace,
     RecordTrace,
     Release,
-    Reserve,
     Sleep,
     Wake,
 )
@@ -193,9 +191,6 @@ class PipelineRunnerBase(Generic[Engine]):
 
     async def push(self, order: Push) -> Pushed:
         return Pushed("refused", "this worker holds no blocks")
-
-    def expect(self, order: Reserve | Fetch) -> None:
-        pass
 
     def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
         return PrefixPinned(cause="this worker holds no blocks")

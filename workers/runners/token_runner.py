@@ -25,7 +25,6 @@ from penstock.infra.fair_queue import QueueLimits
 from penstock.infra.process.scheduling import CoreWaits
 from penstock.schemas import done, fleet, jobs, kv, requests
 from penstock.schemas.control import (
-    Fetch,
     Ok,
     PinPrefix,
     PrefixPinned,
@@ -34,7 +33,6 @@ from penstock.schemas.control import (
     RecordedTrace,
     RecordTrace,
     Release,
-    Reserve,
     Sleep,
     Wake,
 )
@@ -684,9 +682,6 @@ class TokenRunner:
 
     async def push(self, order: Push) -> Pushed:
         return await self.disaggregation.push(order)
-
-    def expect(self, order: Reserve | Fetch) -> None:
-        self.disaggregation.expect(order)
 
     def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
         return self.disaggregation.pin_prefix(order)

@@ -505,7 +505,6 @@ class WorkerProcess:
             return wire.encode(await session.push(order))
         if isinstance(order, control.PinPrefix):
             return wire.encode(session.pin_prefix(order))
-        if isinstance(order, control.Reserve | control.Fetch):
-            session.expect(order)
+        if isinstance(order, control.Reserve | control.Fetch):  # which ``DisaggCoordinator`` reads itself
             return b""
         return wire.encode(session.release(order))

@@ -16,7 +16,6 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas import fleet, jobs, requests
 from penstock.schemas.control import (
-    Fetch,
     Ok,
     PinPrefix,
     PrefixPinned,
@@ -25,7 +24,6 @@ from penstock.schemas.control import (
     RecordedTrace,
     RecordTrace,
     Release,
-    Reserve,
     Sleep,
     Wake,
 )
@@ -143,8 +141,6 @@ class RequestRunner(Protocol):
     def release(self, order: Release) -> Ok: ...
 
     async def push(self, order: Push) -> Pushed: ...
-
-    def expect(self, order: Reserve | Fetch) -> None: ...
 
     def pin_prefix(self, order: PinPrefix) -> PrefixPinned: ...
 

@@ -27,7 +27,6 @@ from penstock.infra.bus.puller import ACK, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice
 from penstock.schemas import contents, fleet, jobs, requests
 from penstock.schemas.control import (
-    Fetch,
     Ok,
     PinPrefix,
     PrefixPinned,
@@ -36,7 +35,6 @@ from penstock.schemas.control import (
     RecordedTrace,
     RecordTrace,
     Release,
-    Reserve,
     Sleep,
     Wake,
 )
@@ -616,10 +614,6 @@ class WorkerSession:
     async def push(self, order: Push) -> Pushed:
         """Write blocks that are pinned for a reader into its memory."""
         return await self.runner.push(order)
-
-    def expect(self, order: Reserve | Fetch) -> None:
-        """The prefill of a request that is to continue here ends soon, or has ended."""
-        self.runner.expect(order)
 
     def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
         """Pin blocks of the prefix cache for another worker."""

@@ -703,14 +703,16 @@ async def test_a_session_that_ends_while_announced_kv_is_read_holds_nothing(
 async def test_a_session_that_ends_before_announced_kv_is_read_holds_nothing(
     log: LogClient, pair: Pair, answered: bool
 ) -> None:
-    session, prompts = pair.decode.session, announced(pair)
+    coordinator, prompts = pair.decode.session.runner.disaggregation, announced(pair)
     assert pair.prefill.transport is not None
     endpoint, names = pair.prefill.transport.endpoint, bytes(range(112))
-    session.expect(control.Reserve("r:1:decode", pair.prefill.id, names, 1, 1))
+    coordinator.expect(control.Reserve("r:1:decode", pair.prefill.id, names, 1, 1))
     wait = prompts._open["r:1:decode"].wait
     if answered:
         await eventually(wait.answer.done)
-    session.expect(control.Fetch(Ticket("r:1:decode", pair.prefill.id, endpoint, "kv", bytes(32), bytes(32), 1 << 62)))
+    coordinator.expect(
+        control.Fetch(Ticket("r:1:decode", pair.prefill.id, endpoint, "kv", bytes(32), bytes(32), 1 << 62))
+    )
     await prompts.close()
     assert (await asyncio.wrap_future(wait.answer)) is not None
     await pair.decode.frees_everything()
