@@ -47,6 +47,7 @@ NO_STORE = ("no-store", "nats-no-store")
 PRIVATE = (*NO_STORE, "delete")  # kinds of whose text nothing may be left on a disk
 MARK_WORDS = 24
 
+CALLED = "note_person"  # the function that "tools" calls
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -137,7 +138,7 @@ def _other(rng: random.Random, model: str, kind: str, number: int, tokens: int, 
             body = {"model": model, "messages": chat, "response_format": shape, "max_tokens": 300, "stream": streamed}
             return Recipe(name, kind, CHAT, body | sampling)
         case "tools":
-            tool = {"name": "note_person", "strict": True, "parameters": SCHEMA}
+            tool = {"name": CALLED, "strict": True, "parameters": SCHEMA}
             body = {"model": model, "messages": chat, "tools": [{"type": "function", "function": tool}]}
             more = {"tool_choice": "required", "max_tokens": 300, "stream": streamed}
             return Recipe(name, kind, CHAT, body | more | sampling)

@@ -241,7 +241,8 @@ class Run:
             except Failed as failure:
                 problems = [Problem("lost", f"asked again later: {failure}", seen.request)]
             else:
-                problems = list(audit.later_problems(seen.request, again.choices, self._expected[seen.recipe]))
+                called = recipes.CALLED if seen.kind == "tools" else ""
+                problems = list(audit.later_problems(seen.request, again.choices, self._expected[seen.recipe], called))
             found += [problem._replace(tag=seen.tag, kind=seen.kind) for problem in problems]
         return found
 

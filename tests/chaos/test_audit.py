@@ -395,6 +395,14 @@ def test_an_answer_that_is_asked_for_again_must_be_the_same() -> None:
     assert [each.what for each in later_problems("id", {}, EXPECTED["r"])] == ["wrong"]
 
 
+def test_of_a_call_that_was_cut_off_a_whole_answer_has_the_text() -> None:
+    streamed = Expected({0: Shown('note{"ages": [1, 2', "length")})
+    whole = Shown('<tool_call>\n{"name": "note", "arguments": {"ages": [1, 2', "length")
+    assert list(later_problems("id", {0: whole}, streamed, "note")) == []
+    for called, other in (("", whole), ("note", Shown(whole.text[:-1], "length")), ("note", Shown(whole.text, "stop"))):
+        assert [each.what for each in later_problems("id", {0: other}, streamed, called)] == ["wrong"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
