@@ -155,6 +155,7 @@ def _since(log: Path, offset: int) -> bytes:
 
 CHUNK_BYTES = 128 << 10
 CHUNK_S = 30.0  # for the next chunk, or for its acknowledgement; the server itself gives up after a few seconds
+HEARD_S = 10.0  # for the servers of a cluster to hear of the subject of chunks
 END_S = 300.0  # for a stream to be rebuilt from a snapshot of gigabytes
 _STATUS, _DESCRIPTION = "Status", "Description"
 _WHOLE = "204"  # the status of the last message, if it has one
@@ -215,10 +216,23 @@ async def restore_snapshot(nc: Client, head: SnapshotHead, chunks: Iterable[byte
     try:
         for chunk in chunks:
             await asyncio.sleep(0)  # a reply that is there at once would leave no turn to others
-            _check(name, (await nc.request(to, chunk, timeout=CHUNK_S)).data)
-        _check(name, (await nc.request(to, b"", timeout=END_S)).data)
+            _check(name, await _taken(nc, to, chunk, CHUNK_S))
+        _check(name, await _taken(nc, to, b"", END_S))
     except (NatsError, TimeoutError) as error:
         raise BrokerProblem(f"the broker did not take all of {name} ({error!r})") from error
+
+
+async def _taken(nc: Client, to: str, chunk: bytes, timeout_s: float) -> bytes:
+    """The reply to a chunk. In a cluster, the client's server may hear of the subject after its first chunk."""
+    until = time.monotonic() + HEARD_S
+    while True:
+        try:
+            reply: bytes = (await nc.request(to, chunk, timeout=timeout_s)).data
+            return reply
+        except NoRespondersError:  # so nobody has the chunk
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.05)
 
 
 def _check(name: str, reply: bytes) -> None:

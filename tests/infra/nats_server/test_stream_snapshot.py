@@ -2,8 +2,11 @@
 
 import hashlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
@@ -41,6 +44,32 @@ async def test_a_stream_larger_than_what_the_server_sends_ahead_comes_back_as_it
     await restore_snapshot(bus.nc, head, chunks)
     assert [entry async for entry in read(bus, name, ">")] == before
     assert len(before) == 23
+
+
+@pytest.mark.parametrize(("unheard", "restored"), [(3, True), (10**6, False)])
+async def test_chunks_wait_until_the_servers_of_a_cluster_have_heard_of_their_subject(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, unheard: int, restored: bool
+) -> None:
+    name, left, ask = bus.subjects.stream("KV"), unheard, bus.nc.request
+    await bus.js.publish(f"{bus.subjects.namespace}.kv.w-1", b"x" * 4096)
+    chunks: list[bytes] = []
+    head = await take_snapshot(bus.nc, name, chunks.append)
+    await request(bus.nc, f"STREAM.DELETE.{name}", {})
+
+    async def asked(subject: str, *arguments: Any, **more: Any) -> Msg:
+        nonlocal left
+        if not subject.startswith("$JS.API") and (left := left - 1) >= 0:
+            raise NoRespondersError
+        return await ask(subject, *arguments, **more)
+
+    monkeypatch.setattr(bus.nc, "request", asked)
+    if restored:
+        await restore_snapshot(bus.nc, head, chunks)
+        assert len([entry async for entry in read(bus, name, ">")]) == 1
+    else:
+        monkeypatch.setattr("penstock.infra.nats_server.jetstream_api.HEARD_S", 0.2)
+        with pytest.raises(BrokerProblem, match="did not take all of"):
+            await restore_snapshot(bus.nc, head, chunks)
 
 
 async def test_a_snapshot_without_its_end_makes_no_stream(bus: Bus) -> None:
