@@ -244,7 +244,7 @@ class LocalWorkers:
         self._data_dir = data_dir
         self._model = model
         self._stems: dict[Role, str] = {}  # before the numbers in workers' names
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, int | None] = {}  # by name, with the process: after a crash, the next one stays
 
     async def counts(self) -> dict[Role, int]:
         processes = await self._learned()
@@ -270,7 +270,7 @@ class LocalWorkers:
     async def _left(self) -> None:
         """Wait until those that leave have ended: the new ones may need their GPUs."""
         until = time.monotonic() + LEAVE_S
-        while staying := sorted(self._leaving & self._running()):
+        while staying := sorted(self._still_leaving(self._processes())):
             if time.monotonic() > until:
                 raise ConnectorFailed(f"{', '.join(staying)} did not end within {LEAVE_S:g} s, so none was added yet")
             await asyncio.sleep(_POLL_S)
@@ -287,10 +287,13 @@ class LocalWorkers:
 
     def _staying(self, role: Role, processes: Sequence[Running]) -> list[str]:
         """Workers of a role that run or are being started, by number."""
-        named = {each.name: each for each in processes}
-        self._leaving = {name for name in self._leaving if name in named and not named[name].drained}
+        self._leaving = self._still_leaving(processes)
         names = [each.name for each in processes if not each.drained and each.name not in self._leaving]
         return sorted((name for name in names if stem_of(name) == self._stems[role]), key=_number)
+
+    def _still_leaving(self, processes: Sequence[Running]) -> dict[str, int | None]:
+        named = {each.name: each for each in processes if not each.drained}
+        return {name: pid for name, pid in self._leaving.items() if name in named and named[name].pid in (pid, None)}
 
     async def _drain(self, name: str) -> None:
         fleet = [(bus, each) for bus in self._buses for each in await registrations(bus) if each.name == name]
@@ -303,7 +306,7 @@ class LocalWorkers:
                 await ask(bus, worker, control.Drain(stay_down=True))
         except (DrainFailed, ServingError) as error:
             raise ConnectorFailed(str(error)) from error
-        self._leaving.add(name)
+        self._leaving[name] = next((each.pid for each in self._processes() if each.name == name), None)
 
     async def _start(self, names: Sequence[str]) -> None:
         up = holder(self._data_dir / "up.lock")
