@@ -195,7 +195,7 @@ class DisaggCoordinator:
         if self._peers is not None:
             await self._peers.stop()
         if self._announced is not None:
-            if self._announcements is not None and self._bus.connected:
+            if self._announcements is not None and not self._bus.nc.is_closed:
                 await self._announcements.unsubscribe()
             await self._announced.close()
         if self._owner is not None:

@@ -102,7 +102,7 @@ class BlockReader:
             if push.timer is not None:
                 push.timer.cancel()
                 self._end_writes(reply)
-        if self._sub is not None and self._bus.connected:
+        if self._sub is not None and not self._bus.nc.is_closed:
             await self._sub.unsubscribe()
 
     async def pin_prefix(self, source: str, ticket: str, digests: Sequence[bytes], lease_s: float) -> Ticket:

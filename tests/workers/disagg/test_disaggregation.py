@@ -699,6 +699,20 @@ async def test_a_session_that_ends_while_announced_kv_is_read_holds_nothing(
     await pair.decode.begin()
 
 
+async def test_a_session_that_ends_while_its_link_is_down_leaves_no_subscription(
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nc, session = pair.decode.bus.nc, pair.decode.session
+    assert session.runner.disaggregation.reader is not None
+    left = {log.bus.subjects.control(session.id), session.runner.disaggregation.reader._inbox + ".*"}
+    assert left <= {each.subject for each in nc._subs.values()}
+    with monkeypatch.context() as down:
+        down.setattr(nc, "_status", nc.RECONNECTING)
+        await pair.decode.die()
+    assert not left & {each.subject for each in nc._subs.values()}
+    await pair.decode.begin()
+
+
 @pytest.mark.parametrize("answered", [True, False])
 async def test_a_session_that_ends_before_announced_kv_is_read_holds_nothing(
     log: LogClient, pair: Pair, answered: bool
