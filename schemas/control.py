@@ -98,6 +98,8 @@ class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
     """The prefill of a prompt ends with the current step: reserve blocks for its KV. The answer is ignored.
 
     They stay reserved until the request arrives, the owner releases the ticket, or a few seconds have passed.
+
+    This and ``Fetch`` go to the control subject of the worker's id with "-announced" behind it.
     """
 
     ticket: str  # its id, when there will be one

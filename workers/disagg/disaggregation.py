@@ -51,7 +51,7 @@ from penstock.workers.session.requests import RunningRequest, next_job, prompt_d
 
 log = structlog.get_logger("worker")
 
-ANNOUNCEMENTS = tuple(b"\xa4type" + wire.encode(tag) for tag in ("reserve", "fetch"))  # their bytes, from the second on
+ANNOUNCED = "-announced"  # behind a worker's id, in the subject of what is announced to it
 BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt is queued like any other
 LEASE_MARGIN_NS = 1_000_000_000
 TRUST_POLL_S = 0.02
@@ -142,7 +142,8 @@ class DisaggCoordinator:
             await self.reader.open()
         if self._announced is not None:
             # FastStream's own turns, in a worker that was idle, take half a millisecond: as long as the message.
-            subject = self._bus.subjects.control(self._context.id)
+            # A subject of their own: where two subscriptions have a request, the broker refuses its answer.
+            subject = self._bus.subjects.control(self._context.id + ANNOUNCED)
             self._announcements = await self._bus.nc.subscribe_direct(subject, self._on_control)
         if self._peers is not None:
             await self._peers.start()
@@ -216,9 +217,8 @@ class DisaggCoordinator:
     # --- control requests ---
 
     def _on_control(self, frame: Frame) -> None:
-        if frame.data.startswith(ANNOUNCEMENTS, 1):
-            order = control.decode_worker(frame.data)
-            assert isinstance(order, Reserve | Fetch)
+        order = control.decode_worker(frame.data)
+        if isinstance(order, Reserve | Fetch):
             self.expect(order)
 
     def expect(self, order: Reserve | Fetch) -> None:
@@ -373,7 +373,8 @@ class DisaggCoordinator:
 
     def _tell(self, stage: Stage, order: Reserve | Fetch | Release) -> None:
         """Ask for no answer: what is lost, or not sent while the connection is down, is done later or ends itself."""
-        self._bus.nc.post(self._bus.subjects.control(stage.worker), wire.encode(order))
+        to = stage.worker + ("" if isinstance(order, Release) else ANNOUNCED)
+        self._bus.nc.post(self._bus.subjects.control(to), wire.encode(order))
 
     def offer(self, running: RunningRequest) -> Ticket | None:
         """All sequences have their first token, or leave it to the next engine: the decode worker may read the KV.

@@ -741,7 +741,8 @@ async def test_announcements_that_come_twice_late_alone_or_of_another_prompt_cha
 
     async def say(*orders: control.Reserve | control.Fetch) -> None:
         for order in orders:
-            await log.bus.nc.publish(log.bus.subjects.control(pair.decode.id), wire.encode(order))
+            subject = log.bus.subjects.control(pair.decode.id + disaggregation.ANNOUNCED)
+            await log.bus.nc.publish(subject, wire.encode(order))
         await log.bus.nc.flush()
 
     others = control.Reserve(ticket, pair.prefill.id, bytes(7 * 16), 1, 1)
@@ -772,7 +773,7 @@ async def test_workers_of_earlier_builds_are_told_nothing_of_prompts_that_end(
     async def hear(message: Any) -> None:
         heard.append(message.data)
 
-    await log.bus.nc.subscribe(log.bus.subjects.control(pair.decode.id), cb=hear)
+    await log.bus.nc.subscribe(log.bus.subjects.control(pair.decode.id + disaggregation.ANNOUNCED), cb=hear)
     await log.bus.nc.flush()
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
