@@ -46,7 +46,7 @@ class Job:
 
 class Scheduler(Core):
     def __init__(self, args: Any, model: Model, context: int, rank: int, bootstrap: Bootstrap) -> None:
-        size = args.page_size or 1
+        size = (args.resolved_dict()["page_size"] or 1) * args.dcp_size
         total = (args.max_total_tokens or 65536) // size
         caching = not args.disable_radix_cache and (
             bootstrap.mode != "decode" or args.disaggregation_decode_enable_radix_cache
@@ -61,11 +61,13 @@ class Scheduler(Core):
         )
         super().__init__(config, model)  # type: ignore[arg-type]
         self.pool = Pool(total + 1, size, caching=caching)
+        self._pairs = args.drafts
         self.rank, self.context_len = rank, context
         self.deterministic = bool(args.enable_deterministic_inference)
         self.process: Any = None
         self.nodes: Any = None  # of an engine over several machines
-        self.longest = min(context - 1, total * size - 1) - 5
+        self.capacity = total * size
+        self.longest = min(context - 1, self.capacity - 1) - 5
         self._bootstrap = bootstrap
         self.jobs: dict[str, Job] = {}
         self._meeting: list[Job] = []  # wait for the other engine
@@ -90,6 +92,7 @@ class Scheduler(Core):
         self.jobs[job.rid] = job
         length = len(job.tokens)
         room = max(0, min(job.params.max_new_tokens or TOP_K_ALL, self.longest + 5 - length - 1))
+        room = max(0, min(room, self.capacity - -(-length // self.size) * self.size - self.size - 1))
         job.params.max_new_tokens = 1 if self._bootstrap.mode == "prefill" else room
         job.deadline = time.monotonic() + float(os.environ.get("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "300"))
         if length >= self.longest:
@@ -168,6 +171,10 @@ class Scheduler(Core):
         )
 
     # -- steps
+
+    def _content(self, request: Request) -> list[Any]:
+        """With a draft head each token stands beside the next one."""
+        return list(zip(request.tokens, request.tokens[1:], strict=False)) if self._pairs else request.tokens
 
     async def serve(self, deliver: Deliver) -> None:
         self.deliver = deliver

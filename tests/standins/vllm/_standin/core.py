@@ -324,15 +324,19 @@ class Core:
 
     def _hashes(self, request: Request) -> list[bytes]:
         lora = request.lora and request.lora[0]
-        return chain(request.tokens, self.size, request.salt, lora or None, request.media)
+        return chain(self._content(request), self.size, request.salt, lora or None, request.media)
+
+    def _content(self, request: Request) -> list[Any]:
+        """What blocks are named by."""
+        return request.tokens
 
     def _name(self, request: Request) -> None:
         """Full blocks whose KV is there can be found from now on."""
-        full = request.computed // self.size
+        tokens = self._content(request)
+        full = min(request.computed, len(tokens)) // self.size
         for at in range(request.named, full):
             request.blocks[at].kv = self.model.piece(request.kv, at * self.size, (at + 1) * self.size)
         if full > request.named:
-            tokens = request.tokens
             hashes = self._hashes(request)
             self.pool.cache(
                 request.blocks[:full], hashes, tokens, request.named, request.salt, request.lora, request.media

@@ -49,6 +49,11 @@ class Engine:
             raise ValueError(f"User-specified context_length ({context}) is greater than the derived context_length")
         if args.page_size is not None and args.page_size < 1:
             raise ValueError("page_size must be at least 1")
+        if args.chunked_prefill_size and args.disaggregation_mode != "decode":
+            assert args.chunked_prefill_size % (args.resolved_dict()["page_size"] or 1) == 0, (
+                "chunked_prefill_size must be divisible by page_size"
+            )
+        assert ":" not in (args.served_model_name or args.model_path), "served_model_name cannot contain a colon"
         if args.nnodes > 1:
             assert args.tp_size * args.pp_size % args.nnodes == 0
             assert not (args.dp_size > 1 and not args.enable_dp_attention), "multi-node data parallel is not supported"

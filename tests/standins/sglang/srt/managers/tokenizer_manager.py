@@ -29,6 +29,7 @@ class TokenizerManager(TokenizerControlMixin):
         self.server_args = server_args
         self.schedulers = schedulers
         self.context_len = schedulers[0].context_len
+        self.num_reserved_tokens = server_args.reserved_tokens()
         self.rid_to_state: dict[str, ReqState] = {}
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self.asyncio_tasks: set[asyncio.Task[None]] = set()
@@ -95,7 +96,7 @@ class TokenizerManager(TokenizerControlMixin):
             raise ValueError("input_ids must be a list of int")
         if not obj.input_ids:
             raise ValueError("input_ids cannot be empty")
-        length = len(obj.input_ids)
+        length = len(obj.input_ids) + self.num_reserved_tokens
         if length >= self.context_len:
             raise ValueError(f"The input ({length} tokens) is longer than the model's context length")
         params = SamplingParams(**obj.sampling_params)
