@@ -1,11 +1,12 @@
 """Translates KV events of vLLM and SGLang, and makes one ordered stream of those of several publishers. Pure.
 
 There is one ``EventTranslator`` per publisher (data-parallel rank): block hashes become our block names, from tokens
-and parents. The formats differ in one thing: where a block belongs to a tenant, vLLM names the salt among the
-``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of every block. vLLM may keep two copies of a block
-and reports each; here the block is removed with the first of them, so that a router knows of fewer blocks than there
-are, never of more. A block that cannot be named for certain (unknown parent, another block size, media without a digest
-of ours) is left out.
+and parents. The formats differ in two things. Where a block belongs to a tenant, vLLM names the salt among the
+``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of every block. With a draft head, SGLang's blocks
+have pairs of a token and the next one; blocks with one name can then differ in what follows, and the name is removed
+with the last of them. vLLM may keep two copies of a block and reports each; here the block is removed with the first of
+them, so that a router knows of fewer blocks than there are, never of more. A block that cannot be named for certain
+(unknown parent, another block size, media without a digest of ours) is left out.
 
 Announced blocks are closed towards the front, as routers expect: a device block is visible while it and all its
 ancestors are in device memory. A block that is stored below a missing parent stays hidden until the parent is stored
@@ -48,6 +49,7 @@ class BlockTree:
     def __init__(self) -> None:
         self._blocks: dict[Hashable, Block] = {}
         self._events: list[KvEvent] = []
+        self._copies: dict[bytes, int] = {}  # visible blocks by digest
         self.visible = 0
 
     def find(self, key: Hashable) -> Block | None:
@@ -106,6 +108,7 @@ class BlockTree:
             if any(block.tiers for block in self._blocks.values()):
                 self._events.append(Cleared())
             self._blocks.clear()
+            self._copies.clear()
             self.visible = 0
             return
         for key in reversed([key for key, block in self._blocks.items() if tier in block.tiers]):
@@ -134,7 +137,9 @@ class BlockTree:
                 continue
             each.visible = True
             self.visible += 1
-            self._events.append(Stored(each.digest, _digest_of(each.parent)))
+            copies = self._copies[each.digest] = self._copies.get(each.digest, 0) + 1
+            if copies == 1:
+                self._events.append(Stored(each.digest, _digest_of(each.parent)))
             todo += each.children.values()
 
     def _hide(self, block: Block) -> None:
@@ -147,7 +152,11 @@ class BlockTree:
                 hidden.append(each)
                 todo += each.children.values()
         self.visible -= len(hidden)
-        self._events += (Removed(each.digest) for each in reversed(hidden))
+        for each in reversed(hidden):
+            self._copies[each.digest] -= 1
+            if not self._copies[each.digest]:
+                del self._copies[each.digest]
+                self._events.append(Removed(each.digest))
 
     def _prune(self, block: Block | None) -> None:
         while block is not None and not block.tiers and not block.children:
@@ -285,6 +294,8 @@ class EventTranslator:
 
     def _stored(self, event: Mapping[str, Any]) -> None:
         hashes, tokens, size = event["block_hashes"], event["token_ids"], event["block_size"]
+        if tokens and not isinstance(tokens[0], int):
+            tokens = [first for first, _ in tokens]
         if size != self._block_size or len(tokens) != size * len(hashes):
             self._partial.update(_key(each) for each in hashes)
             self.counts.partial += len(hashes)

@@ -55,6 +55,19 @@ def test_names_are_those_of_the_router() -> None:
     assert (translator.dump(), translator.counts.malformed) == ([], 0)
 
 
+def test_blocks_of_pairs_have_the_names_of_their_first_tokens() -> None:
+    """SGLang's with a draft head. Two can differ in the token that follows: their name goes with the last of them."""
+    translator = EventTranslator(SIZE, ROOT)
+    pairs = [[each, each + 1] for each in TOKENS]
+    assert translator.feed([stored([1, 2, 3], pairs)]) == [Stored(b"".join(names(TOKENS)))]  # type: ignore[arg-type]
+    other = [*pairs[4:7], [107, 9]]
+    assert translator.feed([stored([4], other, parent=1)]) == []  # type: ignore[arg-type]
+    assert translator.names == 4
+    assert translator.feed([removed(3, 2)]) == [Removed(names(TOKENS)[2])]
+    assert translator.feed([removed(4)]) == [Removed(names(TOKENS)[1])]
+    assert (translator.counts.malformed, translator.names) == (0, 1)
+
+
 def test_a_salt_is_the_root_of_its_tenant_s_names() -> None:
     translator = EventTranslator(SIZE, ROOT)
     found = translator.feed([stored([1, 2], TOKENS[:8], extra_keys=[[TENANT.hex()], None])])
