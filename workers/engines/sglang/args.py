@@ -16,6 +16,8 @@ PAIR = ("prefill", "decode")  # roles whose engines work together on a request
 GRAMMARS = "llguidance"
 # SGLang keeps one token free of a sequence's context, and takes prompts only up to 6 tokens below it.
 CONTEXT_MARGIN = 6
+DRAFTING = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")  # algorithms that draft into a sequence's context
+DRAFT = (5, 4, 8)  # steps, branches and tokens of the widest draft that SGLang chooses itself
 
 # The worker sets these itself: they would change the tokens, their order or their end.
 RESERVED: Mapping[str, str] = {
@@ -113,16 +115,32 @@ class ResolvedSglangArgs(NamedTuple):
         return self.tree.get("grammar_backend") == GRAMMARS and not self.tree["skip_tokenizer_init"]
 
 
-def defaults(wanted: SglangSettings) -> Tree:
-    """Our default arguments."""
+def context_length(max_model_len: int, given: Mapping[str, Any]) -> int:
+    """The engine's context, in which each sequence of ``max_model_len`` tokens fits.
+
+    Args:
+        given: arguments of the engine; with a drafting algorithm SGLang counts the draft of each request, too.
+    """
+    drafted = 0
+    if str(given.get("speculative_algorithm")).upper() in DRAFTING:
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        steps, branches, tokens = (
+            max(int(given.get(name) or 0), most) for name, most in zip(names, DRAFT, strict=True)
+        )
+        drafted = max(steps * branches, tokens)
+    return max_model_len + CONTEXT_MARGIN + drafted
+
+
+def defaults(wanted: SglangSettings, given: Mapping[str, Any]) -> Tree:
+    """Our default arguments, beside those that the user gives."""
     worker = wanted.worker
     tree: Tree = {
         "skip_tokenizer_init": not wanted.constraints,  # it sees token ids only; grammars need their texts
         "incremental_streaming_output": True,
-        "page_size": worker.block_size,
+        "page_size": worker.block_size // int(given.get("dcp_size") or 1),  # each rank has a part of a block
         "max_running_requests": worker.max_running,
         "chunked_prefill_size": worker.max_batched_tokens,
-        "context_length": wanted.max_model_len + CONTEXT_MARGIN,
+        "context_length": context_length(wanted.max_model_len, given),
         "disable_radix_cache": not worker.prefix_cache,
         "enable_metrics": worker.publish_events_and_metrics,
         "log_level": worker.log_level,
@@ -172,7 +190,7 @@ def resolve(wanted: SglangSettings, given: Mapping[str, Any], known: Collection[
     problems = refused(given, RESERVED, known, ALIASES)
     if problems:
         raise BadArguments(problems)
-    tree = merge(defaults(wanted), given)
+    tree = merge(defaults(wanted, given), given)
     problems = _contradictions(tree, wanted)
     if problems:
         raise BadArguments(problems)
@@ -196,8 +214,8 @@ def ranks_of(tree: Mapping[str, Any]) -> int:
 def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
     worker = wanted.worker
     problems = []
-    context = wanted.max_model_len + CONTEXT_MARGIN
-    if tree["page_size"] != worker.block_size:
+    context = context_length(wanted.max_model_len, tree)
+    if tree["page_size"] * int(tree.get("dcp_size") or 1) != worker.block_size:
         problems.append(f"page_size: {tree['page_size']}, the worker has {worker.block_size}; use --block-size")
     if tree["context_length"] != context:
         problems.append(f"context_length: {tree['context_length']}; use --max-model-len, which the worker registers")
@@ -205,7 +223,11 @@ def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
         problems.append("disaggregation_transfer_backend: fake moves no KV; use nixl")
     if worker.nodes > 1:
         problems += _across(tree, worker.nodes)
-    if worker.lora_slots and int(tree.get("dp_size") or 1) > 1:
+    batch = int(tree["chunked_prefill_size"] or 0)
+    if worker.role != "decode" and batch > 0 and batch % worker.block_size:
+        fit = max(1, batch // worker.block_size) * worker.block_size
+        problems.append(f"max_batched_tokens: {batch} is no multiple of --block-size; use --max-batched-tokens {fit}")
+    if worker.lora_slots and int(tree.get("dp_size") or 1) > 1 and not tree.get("enable_dp_attention"):
         problems.append("dp_size: SGLang loads no LoRA adapters into several replicas; start a worker for each")
     if worker.kv_blocks and tree["max_total_tokens"] != worker.kv_blocks * worker.block_size:
         problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")

@@ -106,6 +106,36 @@ def test_what_contradicts_the_worker_is_refused_with_its_fix(given: dict[str, An
         resolved(**given)
 
 
+def test_the_context_has_room_for_a_draft_beside_each_request() -> None:
+    """SGLang counts it like tokens that the client asks for, and refuses requests that then exceed the context."""
+
+    def drafted(**given: Any) -> int:
+        context: int = resolved(**{f"speculative_{name}": value for name, value in given.items()}).tree[
+            "context_length"
+        ]
+        return context - 512 - CONTEXT_MARGIN
+
+    assert drafted(algorithm="NGRAM", num_draft_tokens=64) == 0
+    assert drafted(algorithm="eagle3") == 20
+    assert drafted(algorithm="NEXTN", num_steps=3, eagle_topk=1, num_draft_tokens=4) == 20
+    assert drafted(algorithm="EAGLE", num_steps=6, eagle_topk=8, num_draft_tokens=32) == 48
+    with pytest.raises(BadArguments, match="use --max-model-len"):
+        resolved(speculative_algorithm="EAGLE", context_length=512 + CONTEXT_MARGIN)
+
+
+def test_ranks_of_decode_context_parallelism_share_a_block() -> None:
+    assert resolved(dcp_size=2).tree["page_size"] == 16
+    with pytest.raises(BadArguments, match="page_size: 10, the worker has 32"):
+        resolved(dcp_size=3)
+
+
+def test_a_batch_is_whole_blocks() -> None:
+    with pytest.raises(BadArguments, match="use --max-batched-tokens 96"):
+        resolved(wanting(max_batched_tokens=100))
+    assert resolved(wanting(max_batched_tokens=100, role="decode")).tree["chunked_prefill_size"] == 100
+    assert resolved(chunked_prefill_size=-1).tree["chunked_prefill_size"] == -1
+
+
 def test_sizes_of_the_pool_that_differ_and_encode_workers_are_refused() -> None:
     with pytest.raises(BadArguments, match="use --kv-blocks"):
         resolved(wanting(kv_blocks=10), max_total_tokens=64)
@@ -122,6 +152,7 @@ def test_a_batch_has_room_for_requests_without_an_adapter_and_nothing_is_unloade
     assert "enable_lora" not in resolved().tree
     with pytest.raises(BadArguments, match="dp_size: SGLang loads no LoRA adapters into several replicas"):
         resolved(wanting(lora=("a=/a",)), dp_size=2)
+    assert resolved(wanting(lora=("a=/a",)), dp_size=2, enable_dp_attention=True).ranks == 2
 
 
 def test_nodes_share_the_ranks_and_get_the_same_arguments() -> None:
