@@ -73,7 +73,16 @@ class SglangApi:
             ValueError, TypeError: an argument is invalid.
             Exception: anything else means that it did not start.
         """
+        if ":" in model:  # which SGLang refuses in the name that it takes from the folder
+            tree = {"served_model_name": model.replace(":", "_")} | tree
         return self.llm(model_path=model, **tree)
+
+    @staticmethod
+    def block_size(llm: Any) -> int:
+        """Of a started engine, in tokens: some models and attention backends have a size of their own."""
+        args = llm.server_args
+        found = args.resolved_dict() if hasattr(args, "resolved_dict") else vars(args)
+        return int(found["page_size"]) * int(found.get("dcp_size") or 1)
 
     def nixl(self) -> bool:
         """Whether NIXL is there; otherwise only the log of a subprocess would report it."""

@@ -46,7 +46,7 @@ from penstock.workers.engines.support import ServedOptions
 log = structlog.get_logger("engine")
 
 WARM_UP_TOKENS = 2  # fewer than a block
-# The context is a few tokens longer than the model's, and no sequence gets there: see ``args.CONTEXT_MARGIN``.
+# The context is a few tokens longer than the model's, and no sequence gets there: see ``args.context_length``.
 OWN_ADDRESS = "SGLANG_HOST_IP"  # where the ranks of other machines reach this one
 VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
@@ -101,6 +101,8 @@ def from_settings(
         undo.callback(stop_watchdog, llm)
         undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
         undo.push(early.pop_all())
+        if (size := api.block_size(llm)) != settings.block_size:
+            raise EngineError(f"SGLang chose blocks of {size} tokens for this model; use --block-size {size}")
         processes = Processes(llm)
         warm_up(llm, loop, loads, pair=resolved.pair)
         info = info_of(llm, settings, resolved, model, loads, load_seconds=time.perf_counter() - began)
@@ -136,7 +138,8 @@ def info_of(
     Raises:
         EngineError: its pool does not hold one block.
     """
-    tokens = int(llm._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
+    found = llm._scheduler_init_result.scheduler_infos[0]
+    tokens = int(found["max_total_num_tokens"])
     if tokens < settings.block_size:
         raise EngineError(f"SGLang's KV pool has {tokens} tokens, less than a block; raise mem_fraction_static")
     ranks = resolved.ranks
@@ -145,7 +148,10 @@ def info_of(
         block_size=settings.block_size,
         total_blocks=tokens // settings.block_size * ranks,
         slots=sum(loads.slots.values()) or settings.max_running * ranks,
-        max_model_len=arguments.length_limit(settings, model.length.limit(settings.max_model_len)),
+        max_model_len=min(  # what its pool holds, if that is less
+            arguments.length_limit(settings, model.length.limit(settings.max_model_len)),
+            int(found["max_req_input_len"]),
+        ),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         kv_events=resolved.events is not None,

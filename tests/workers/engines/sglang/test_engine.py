@@ -17,10 +17,10 @@ from penstock.infra.model.adapter import AdapterError, read_adapter
 from penstock.infra.process.class_queue import StartShare
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.sglang.api import load_sglang
 from tests.adapters import write_adapter
-from tests.workers.engines.contract import WORDS, Driver, ask, fold, names
+from tests.workers.engines.contract import BLOCK, LIMIT, WORDS, Driver, ask, fold, names
 from tests.workers.engines.sglang.conftest import Make, inner, scheduler
 
 PROMPT = WORDS[5:105]
@@ -128,6 +128,36 @@ def test_ranks_have_caches_and_events_of_their_own(make: Make) -> None:
     assert (driver.fold(), driver.engine.dump(0)) == ({}, [])
     assert driver.run(ask(1, PROMPT, 2, rank=1)).cached(1) > 0
     assert driver.run(ask(2, PROMPT, 2, rank=0)).cached(2) == 0
+
+
+def test_with_a_draft_head_the_whole_context_is_there_and_its_blocks_are_named(make: Make) -> None:
+    driver = make(override_engine_args='{"speculative_algorithm": "EAGLE3"}')
+    assert driver.engine.info.max_model_len == LIMIT
+    assert len(driver.answer(ask(0, WORDS[: LIMIT - 10], 10))) == 10
+    driver.idle()
+    assert set(names(WORDS[: LIMIT - 10])) <= set(driver.fold())
+    assert driver.run(ask(1, WORDS[: LIMIT - 50], 2)).cached(1) >= LIMIT - 50 - BLOCK
+
+
+def test_blocks_of_another_size_end_the_start(make: Make) -> None:
+    with pytest.raises(EngineError, match="SGLang chose blocks of 64 tokens for this model; use --block-size 64"):
+        make(override_engine_args='{"attention_backend": "flashmla"}', max_batched_tokens=128)
+
+
+def test_a_worker_takes_no_longer_sequences_than_its_pool_holds(make: Make) -> None:
+    driver = make(kv_blocks=4)
+    longest = driver.engine.info.max_model_len
+    assert longest == 4 * BLOCK - 6
+    assert driver.answer(ask(0, WORDS[: longest - 1], 1))
+    with pytest.raises(RequestError, match=f"this model takes {longest}, output included"):
+        driver.engine.submit(ask(1, WORDS[:longest], 1))
+
+
+def test_a_folder_s_name_may_have_a_colon() -> None:
+    made: dict[str, Any] = {}
+    api = dataclasses.replace(load_sglang(), llm=made.update)  # type: ignore[arg-type]
+    api.construct("/models/llama3:8b", {})
+    assert made == {"model_path": "/models/llama3:8b", "served_model_name": "/models/llama3_8b"}
 
 
 def test_a_cancelled_sequence_is_aborted_in_the_engine_and_no_other(make: Make) -> None:
