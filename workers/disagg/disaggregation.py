@@ -52,6 +52,7 @@ from penstock.workers.session.requests import RunningRequest, next_job, prompt_d
 log = structlog.get_logger("worker")
 
 ANNOUNCED = "-announced"  # behind a worker's id, in the subject of what is announced to it
+OTHER_WEIGHTS = "its first tokens came from another revision of the model"
 BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt is queued like any other
 LEASE_MARGIN_NS = 1_000_000_000
 TRUST_POLL_S = 0.02
@@ -515,14 +516,18 @@ class DisaggCoordinator:
             self._submit(running, opaque=prefilled.opaque)
             return
         reservation: BlockReservation | None = None
+        revision = self._context.model.revision
         try:
             reservation = await self._fetch_kv(running, prefilled.ticket)
         finally:
             self.release_input(prefilled)
-        if not self._requests.is_current(running):
+        replaced = self._context.model.revision != revision  # the weights, meanwhile
+        if replaced or not self._requests.is_current(running):
             if reservation is not None:
                 unused = reservation
                 self.reserver.free(lambda engine: kv_transfer_of(engine).release(unused))
+            if replaced and self._requests.is_current(running):
+                self._terminal.requeue(running, OTHER_WEIGHTS)
         elif reservation is not None or not running.request.media:
             for sequence in running.sequences if reservation is not None else ():
                 sequence.adopted_cached = prefilled.cached

@@ -41,7 +41,7 @@ from penstock.schemas.jobs import WAITED
 from penstock.schemas.pace import PREFILL
 from penstock.schemas.tokens import Finish, TokenItem
 from penstock.schemas.transfer import MIXED, Endpoint, Memory, Prefilled
-from penstock.workers.disagg.disaggregation import DisaggCoordinator
+from penstock.workers.disagg.disaggregation import OTHER_WEIGHTS, DisaggCoordinator
 from penstock.workers.engine_loop.loop import EngineLoop, StepPace
 from penstock.workers.engine_loop.step_output import SequenceState
 from penstock.workers.engines.engine_protocol import (
@@ -305,7 +305,7 @@ class TokenRunner:
 
     async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
         if self._of_other_weights(running, stage_input):
-            self._terminal.requeue(running, "its first tokens came from another revision of the model")
+            self._terminal.requeue(running, OTHER_WEIGHTS)
             return
         for sequence in running.sequences:
             finish = already_over(sequence, running.request)
@@ -479,10 +479,12 @@ class TokenRunner:
     def submit_parked(self) -> None:
         parked, self._parked = self._parked, {}
         for running, revision, reservation, opaque in parked.values():
-            if reservation is not None and revision != self._context.model.revision:
+            if revision == self._context.model.revision or not running.prefilled:
+                self._submit(running, reservation, opaque)
+                continue
+            if reservation is not None:
                 self._release_reservation(reservation)
-                reservation = None
-            self._submit(running, reservation, opaque if revision == self._context.model.revision else b"")
+            self._terminal.requeue(running, OTHER_WEIGHTS)
 
     def _release_reservation(self, reservation: BlockReservation) -> None:
         self._engine.call(lambda engine: kv_transfer_of(engine).release(reservation))

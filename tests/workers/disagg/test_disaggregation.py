@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
@@ -22,7 +23,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import block_hashes, control, jobs, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import WorkerState
+from penstock.schemas.fleet import FIXED, WorkerState
 from penstock.schemas.jobs import Move, Stage
 from penstock.schemas.requests import GenerateRequest, Media, Sampling
 from penstock.schemas.subjects import Subjects
@@ -597,6 +598,18 @@ async def reserving(log: LogClient, pair: Pair) -> None:
     await eventually(lambda: peers.reserves(pair.decode.id))
 
 
+async def announcements(log: LogClient, pair: Pair) -> list[bytes]:
+    """What decode is told from now on."""
+    heard: list[bytes] = []
+
+    async def hear(message: Any) -> None:
+        heard.append(message.data)
+
+    await log.bus.nc.subscribe(log.bus.subjects.control(pair.decode.id + disaggregation.ANNOUNCED), cb=hear)
+    await log.bus.nc.flush()
+    return heard
+
+
 @pytest.mark.parametrize("asked", [{}, {"n": 2, "sampling": DRAWN}], ids=["one choice", "two"])
 async def test_kv_is_read_while_the_message_with_the_request_is_on_its_way(
     log: LogClient, pair: Pair, unsent: asyncio.Event, asked: dict[str, Any]
@@ -699,12 +712,46 @@ async def test_a_session_that_ends_while_announced_kv_is_read_holds_nothing(
     await pair.decode.begin()
 
 
+async def test_kv_of_weights_that_are_replaced_while_it_is_read_is_not_used(log: LogClient, pair: Pair) -> None:
+    assert pair.prefill.transport is not None
+    pair.network.stall(pair.prefill.transport.endpoint.agent)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await eventually(lambda: asked.id in pair.decode.session.requests.running)
+    await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
+    pair.decode.model.revision = "another"
+    pair.network.resume(pair.prefill.transport.endpoint.agent)
+    assert "another revision" in (await log.handed_back(asked)).reason
+    assert log.streamed(asked) == answer(asked)[:1]
+    await pair.free()
+
+
+async def test_kv_that_came_while_the_weights_stood_still_is_not_used_with_others(
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are its first tokens continued by weights that nobody asked to."""
+    runner = pair.decode.session.runner
+    held = SimpleNamespace(holds=True, frozen=True, watches=False, shown=FIXED)
+    monkeypatch.setattr(runner, "_weights", held)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    await eventually(lambda: runner.parked)
+    pair.decode.model.revision, held.holds = "another", False
+    runner.submit_parked()
+    assert "another revision" in (await log.handed_back(asked)).reason
+    assert log.streamed(asked) == answer(asked)[:1]
+    await pair.free()
+
+
 async def test_a_session_that_ends_while_its_link_is_down_leaves_no_subscription(
     log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nc, session = pair.decode.bus.nc, pair.decode.session
     assert session.runner.disaggregation.reader is not None
-    left = {log.bus.subjects.control(session.id), session.runner.disaggregation.reader._inbox + ".*"}
+    left = {
+        log.bus.subjects.control(session.id + disaggregation.ANNOUNCED),
+        session.runner.disaggregation.reader._inbox + ".*",
+    }
     assert left <= {each.subject for each in nc._subs.values()}
     with monkeypatch.context() as down:
         down.setattr(nc, "_status", nc.RECONNECTING)
@@ -768,13 +815,7 @@ async def test_workers_of_earlier_builds_are_told_nothing_of_prompts_that_end(
     peers = pair.prefill.session.runner.disaggregation._peers
     assert peers is not None
     monkeypatch.setattr(peers, "_reserving", set[str]())
-    heard: list[bytes] = []
-
-    async def hear(message: Any) -> None:
-        heard.append(message.data)
-
-    await log.bus.nc.subscribe(log.bus.subjects.control(pair.decode.id + disaggregation.ANNOUNCED), cb=hear)
-    await log.bus.nc.flush()
+    heard = await announcements(log, pair)
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
     await log.end(asked)
