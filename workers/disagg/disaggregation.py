@@ -352,6 +352,7 @@ class DisaggCoordinator:
         if (
             self._peers is None
             or not self._peers.reserves(stage.worker)
+            or request.stop.max_tokens == 1  # it ends here
             or not self._requests.is_current(running)
             or not self._context.lease.trusted()
         ):

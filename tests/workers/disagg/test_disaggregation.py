@@ -242,12 +242,15 @@ async def test_only_what_is_missing_is_moved(log: LogClient, pair: Pair) -> None
 
 
 async def test_an_answer_of_one_token_ends_at_prefill(log: LogClient, pair: Pair) -> None:
+    await reserving(log, pair)
+    heard = await announcements(log, pair)
     asked = request(PROMPT, max_tokens=1)
     await send_jobs(log, pair, asked)
     end = await log.end(asked)
     assert end.worker == pair.prefill.id
     assert log.streamed(asked) == answer(asked)
     assert await log.handoffs(asked) == []
+    assert not heard, "decode would evict blocks for nothing"
     await pair.free()
 
 
