@@ -26,6 +26,8 @@ def run(settings: WorkerSettings) -> int:
     sys.setswitchinterval(0.001)
     settings = named(settings, "worker", settings.metrics_port)
     logs.setup(settings.log_format, settings.log_level, name=settings.name)
+    if settings.otlp_endpoint:
+        os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # engines would take it for gRPC
     import uvloop
 
     try:

@@ -94,8 +94,6 @@ class PlannedProcess:
         kept = {key: value for key, value in inherited.items() if key not in settled}
         secrets = [name for name in SECRET if hasattr(self.settings, name)]
         visible = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
-        if isinstance(self.settings, WorkerSettings) and self.settings.otlp_endpoint:
-            kept.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # engines would take it for gRPC
         return kept | to_environ(self.settings, secrets) | {"PYTHONUNBUFFERED": "1"} | visible
 
 

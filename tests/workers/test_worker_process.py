@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from penstock.schemas.jobs import Candidate, Decision, Job, Revoke, Stage
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish
 from penstock.workers.engines.engine_protocol import Engine, NodeLost
-from penstock.workers.run_worker import check_nodes, check_settings
+from penstock.workers.run_worker import check_nodes, check_settings, run
 from penstock.workers.runners import token_backend as module
 from penstock.workers.runners.token_backend import build_engine, model_path
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
@@ -32,6 +33,27 @@ from tests.pipeline.support import Oracle, Process
 from tests.workers.support import ControlledEngine, LogClient, answer, engine, ids, request
 
 MODEL = "tiny"
+
+
+def test_engines_send_their_spans_over_http_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("logs.setup", "sys.setswitchinterval"):
+        monkeypatch.setattr(f"penstock.workers.run_worker.{name}", lambda *given, **named: None)
+    protocol, settings = (
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+        WorkerSettings(nodes=2),
+    )  # which the native engine refuses
+    for endpoint, given, used in (
+        ("", None, None),
+        ("http://c:4318/v1/traces", None, "http/protobuf"),
+        ("http://c:4317", "grpc", "grpc"),
+    ):
+        monkeypatch.setenv(protocol, given or "")
+        if given is None:
+            monkeypatch.delenv(protocol)
+        assert run(msgspec.structs.replace(settings, otlp_endpoint=endpoint)) == EXIT_CONFIG
+        assert os.environ.get(protocol) == used
 
 
 @pytest.fixture(autouse=True)
