@@ -88,6 +88,15 @@ class SglangApi:
         """Whether NIXL is there; otherwise only the log of a subprocess would report it."""
         return importlib.util.find_spec("nixl") is not None
 
+    def traces(self) -> bool:
+        """Whether it can send spans: it needs both exporters, whichever it uses."""
+        try:
+            for name in ("grpc", "http"):
+                importlib.import_module(f"opentelemetry.exporter.otlp.proto.{name}.trace_exporter")
+        except ImportError:
+            return False
+        return True
+
 
 def load_sglang() -> SglangApi:
     """Import SGLang and check its interface.

@@ -80,6 +80,10 @@ def from_settings(
             raise EngineError(f"SGLang {api.version} has no cache_salt, which LoRA adapters need; install 0.5.23")
         if resolved.pair and not api.nixl():
             raise EngineError("SGLang's handoff of KV needs the package nixl: pip install nixl")
+        if resolved.tree.get("enable_trace") and not api.traces():
+            raise EngineError(
+                "--otlp-endpoint: SGLang sends spans with packages of its own: pip install 'sglang[tracing]'"
+            )
         inbox, loads = Inbox(), RankLoads()
         group = nodes.NodeGroup(settings, ("sglang", api.version, model.revision), inbox, asked)
         undo.callback(group.close)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,12 @@ def test_a_reset_cache_is_reported(make: Make) -> None:
     assert in_loop(driver, lambda: inner(driver).tokenizer_manager.flush_cache()).success
     driver.until(lambda: driver.fold() == {}, "the removal")
     assert driver.engine.dump() == []
+
+
+def test_spans_need_sglang_s_own_exporters(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(EngineError, match=r"pip install 'sglang\[tracing\]'"):
+        make(otlp_endpoint="http://c:4318/v1/traces")
 
 
 def test_spans_of_sglang_s_own_are_below_the_worker_s(make: Make) -> None:
