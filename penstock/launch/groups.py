@@ -24,6 +24,7 @@ from penstock.launch.recipes.catalogue import RecipeEntry
 BLOCK_SIZE: int = UpSettings().block_size
 EXTERNAL = ("trtllm", "vllm", "sglang")  # engines with arguments of their own, whose GPUs are theirs alone
 _EXTERNAL_NAMES = f"{', '.join(EXTERNAL[:-1])} and {EXTERNAL[-1]}"
+_ENCODER: dict[str, Any] = {"logits_processor": (), "default_logits_processors": ""}  # it samples nothing
 _FILES = {"prefill": "prefill_engine_args", "decode": "decode_engine_args", "encode": "encode_engine_args"}
 _PARALLEL = {
     "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "world_size"),
@@ -271,6 +272,10 @@ def _group(
     member: RecipeEntry | None,
     read: Callable[[str], Tree],
 ) -> WorkerGroup:
+    if role == "encode" and engine == "vllm" and not up.encode_engine_args:
+        # vLLM's workers take the embeddings of native ones. The arguments are for vLLM.
+        own = {"tensor_parallel_size": 1, "extra_engine_args": "", "override_engine_args": ""} | _ENCODER
+        return WorkerGroup(role, count, {"role": role, "engine": "native", "model": model} | own, gpus=1)
     settings: dict[str, Any] = {"role": role, "engine": engine, "model": model, "block_size": block_size}
     path = (getattr(up, _FILES[role]) if role in _FILES else "") or up.extra_engine_args
     if not path and member is not None:
@@ -280,7 +285,7 @@ def _group(
             settings["max_model_len"] = member.max_len
     settings["extra_engine_args"] = path
     if role == "encode":
-        settings |= {"logits_processor": (), "default_logits_processors": ""}
+        settings |= _ENCODER
     if engine not in EXTERNAL:
         if path or up.override_engine_args:
             raise PlanError(f"engine arguments are read by {_EXTERNAL_NAMES}, not by {engine}: name --engine")

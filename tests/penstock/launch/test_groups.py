@@ -455,3 +455,10 @@ def test_each_cell_has_workers() -> None:
     up = UpSettings(engine="mock", prefill=1, decode=3, cells=2)
     with pytest.raises(PlanError, match="a role has 1"):
         sized(up, fleet_of(up), 16)
+
+
+def test_vllm_has_native_encode_workers_without_its_arguments() -> None:
+    """Its workers take their embeddings."""
+    found = workers(engine="vllm", prefill=1, decode=1, encode=1, override_engine_args="{}", tensor_parallel_size=2)
+    assert settings_of(found["encode-0"], "engine", "tensor_parallel_size", "override_engine_args") == ["native", 1, ""]
+    assert settings_of(found["decode-0"], "engine", "tensor_parallel_size", "override_engine_args") == ["vllm", 2, "{}"]
