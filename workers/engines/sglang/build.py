@@ -47,7 +47,8 @@ log = structlog.get_logger("engine")
 
 WARM_UP_TOKENS = 2  # fewer than a block
 # The context is a few tokens longer than the model's, and no sequence gets there: see ``args.context_length``.
-OWN_ADDRESS = "SGLANG_HOST_IP"  # where the ranks of other machines reach this one
+OWN_ADDRESS = "SGLANG_HOST_IP"  # where ranks of other machines, and the other engine of a pair, reach this one
+OTHER_NAMES = ("HOST_IP", "SGLANG_LOCAL_IP_NIC")  # of SGLang's for the same
 VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
@@ -88,6 +89,8 @@ def from_settings(
         group = nodes.NodeGroup(settings, ("sglang", api.version, model.revision), inbox, asked)
         undo.callback(group.close)
         variables = VARIABLES | group.meet(resolved.tree, OWN_ADDRESS)
+        if resolved.pair and not any(map(os.environ.get, OTHER_NAMES)):  # else the one towards the internet
+            variables = {OWN_ADDRESS: wanted.host} | variables
         loop = LoopThread("sglang")
         undo.callback(loop.close)
         early = undo.enter_context(contextlib.ExitStack())

@@ -1,6 +1,8 @@
 """Prefill and decode on two SGLang engines that meet in a room, over the stand-in."""
 
+import os
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -192,6 +194,27 @@ def test_a_prefill_engine_runs_nothing_alone_and_scores_nothing(make: Make) -> N
     with pytest.raises(RequestError, match="prompt_logprobs") as caught:
         source.engine.submit(scored)
     assert caught.value.code == Code.unsupported
+
+
+def test_the_other_engine_reaches_this_one_where_the_broker_is(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang takes the interface towards the internet unless a variable says otherwise."""
+    import sglang.srt.entrypoints.engine as real  # type: ignore[import-not-found, unused-ignore]
+
+    construct, seen = real.Engine.__init__, []
+
+    def noted(self: Any, **named: Any) -> None:
+        seen.append(os.environ.get("SGLANG_HOST_IP"))
+        construct(self, **named)
+
+    monkeypatch.setattr(real.Engine, "__init__", noted)
+    for name in ("SGLANG_HOST_IP", "HOST_IP", "SGLANG_LOCAL_IP_NIC"):
+        monkeypatch.delenv(name, raising=False)
+    made = [make(role=role) for role in ("prefill", "decode", "aggregated")]
+    monkeypatch.setenv("SGLANG_LOCAL_IP_NIC", "ib0")
+    make(role="decode")
+    assert seen == ["127.0.0.1", "127.0.0.1", None, None]
+    assert inner(made[0]).server_args.host == "127.0.0.1"
+    assert "SGLANG_HOST_IP" not in os.environ
 
 
 def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
