@@ -227,7 +227,7 @@ def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
     if worker.role != "decode" and batch > 0 and batch % worker.block_size:
         fit = max(1, batch // worker.block_size) * worker.block_size
         problems.append(f"max_batched_tokens: {batch} is no multiple of --block-size; use --max-batched-tokens {fit}")
-    if worker.lora_slots and int(tree.get("dp_size") or 1) > 1 and not tree.get("enable_dp_attention"):
+    if worker.lora_slots and ranks_of(tree) > 1:  # with attention DP it takes pinned adapters only
         problems.append("dp_size: SGLang loads no LoRA adapters into several replicas; start a worker for each")
     if worker.kv_blocks and tree["max_total_tokens"] != worker.kv_blocks * worker.block_size:
         problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")

@@ -150,9 +150,9 @@ def test_a_batch_has_room_for_requests_without_an_adapter_and_nothing_is_unloade
     assert "max_loaded_loras" not in found
     assert resolved(wanting(lora=("a=/a",)), lora_target_modules=["q_proj"]).tree["lora_target_modules"] == ["q_proj"]
     assert "enable_lora" not in resolved().tree
-    with pytest.raises(BadArguments, match="dp_size: SGLang loads no LoRA adapters into several replicas"):
-        resolved(wanting(lora=("a=/a",)), dp_size=2)
-    assert resolved(wanting(lora=("a=/a",)), dp_size=2, enable_dp_attention=True).ranks == 2
+    for given in ({"dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}, {"attn_dp_size": 2}):
+        with pytest.raises(BadArguments, match="dp_size: SGLang loads no LoRA adapters into several replicas"):
+            resolved(wanting(lora=("a=/a",)), **given)
 
 
 def test_nodes_share_the_ranks_and_get_the_same_arguments() -> None:

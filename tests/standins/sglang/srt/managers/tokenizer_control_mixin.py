@@ -33,6 +33,8 @@ class TokenizerControlMixin:
             try:
                 folder = Path(obj.lora_path)
                 config = json.loads((folder / "adapter_config.json").read_text())
+                if args.attn_dp_size > 1 and not obj.pinned:
+                    raise ValueError("DP-attention LoRA requires pinned adapters")
                 if obj.lora_name in self.lora_registry:
                     raise ValueError(f"Failed to load LoRA adapter {obj.lora_name} because it is already loaded")
                 if config["r"] > args.max_lora_rank or set(config["target_modules"]) - set(args.lora_target_modules):
