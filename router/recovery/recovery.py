@@ -16,13 +16,13 @@ import structlog
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, read
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.worker_leases import UNREGISTERED
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.ownership.intake import BackgroundTasks
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery.terminal_events import InterruptedAttempt, TerminalPublisher
 from penstock.router.state.attempts import ActiveRequest
 from penstock.router.state.cluster_state import ClusterState
+from penstock.router.state.lost_workers import DRAINED
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import jobs, requests, tokens, wire
 from penstock.schemas.cells import is_cell
@@ -93,8 +93,8 @@ class Recovery:
         self._time_slice = TimeSlice()
 
     def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
-        if why == UNREGISTERED and not requests:
-            log.info("worker_left", worker=worker, why=why)  # drained, or stopped while it was idle
+        if why == DRAINED and not requests:  # else its engine has failed, even if it was idle
+            log.info("worker_left", worker=worker, why=why)
             return
         log.warning("worker_lost", worker=worker, why=why, requests=len(requests))
         self._metrics.lost.inc()

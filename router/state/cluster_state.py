@@ -20,7 +20,7 @@ from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
-from penstock.infra.bus.worker_leases import EXPIRED, RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.worker_leases import EXPIRED, UNREGISTERED, RegisteredWorker, WorkerRegistry
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.state.attempts import (
     ActiveRequest,
@@ -34,7 +34,7 @@ from penstock.router.state.attempts import (
 from penstock.router.state.caches import SWEEP_BLOCKS, Caches
 from penstock.router.state.holders import TargetId, keys_view
 from penstock.router.state.load_tracker import LoadState, LoadTracker
-from penstock.router.state.lost_workers import BROKE, ENDED, DisconnectWatch, LeaseLosses, RegistrationRemoval
+from penstock.router.state.lost_workers import BROKE, DRAINED, ENDED, DisconnectWatch, LeaseLosses, RegistrationRemoval
 from penstock.router.state.snapshots import Snapshot, Snapshots
 from penstock.router.state.target_loads import ENCODE
 from penstock.schemas import done, fleet, kv
@@ -437,6 +437,8 @@ class ClusterState:
             )
         self._owned.pop(name, None)
         requests = self.tracker.remove_worker(name)
+        if why == UNREGISTERED and registration.state is fleet.WorkerState.draining:
+            why = DRAINED
         self._left[name] = worker.registration.model
         if len(self._left) > LEFT_REMEMBERED:
             self._left.popitem(last=False)

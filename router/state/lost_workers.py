@@ -201,6 +201,7 @@ TRIES = 3
 PURGE_S = 5.0
 BROKE = "its connection broke"
 ENDED = "its process ended"
+DRAINED = "drained"
 
 
 class _Purged(msgspec.Struct, frozen=True):

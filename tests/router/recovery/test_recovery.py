@@ -20,6 +20,7 @@ from penstock.router.state.lost_workers import RegistrationRemoval
 from penstock.schemas import deletions, done, jobs, tokens, wire
 from penstock.schemas.cells import cell_target
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.fleet import WorkerState
 from penstock.schemas.requests import Fallback, GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
@@ -62,16 +63,19 @@ def _echoed(one: Routing, asked: GenerateRequest) -> bool:
 # -- one router ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_leaves_without_requests_is_not_lost(clients: Clients, one: Routing) -> None:
-    """As after a drain."""
+async def test_a_drained_worker_is_not_lost_and_one_whose_engine_failed_is_also_if_it_was_idle(
+    clients: Clients, one: Routing
+) -> None:
     busy = await on(clients, one, "w1", request(max_tokens=20))
-    idle = await clients.stub("w2")
-    await one.knows(idle.id)
-    await lose(clients, idle)
-    await eventually(lambda: {each.worker for each in one.router.cluster.tracker.workers()} == {busy.id})
+    drained, failed = await clients.stub("w2", state=WorkerState.draining), await clients.stub("w3")
+    for each in (drained, failed):
+        await one.knows(each.id)
+    await lose(clients, drained)
+    await eventually(lambda: one.router.cluster.tracker.worker(drained.id) is None)
     assert one.metric("penstock_router_workers_lost_total") == 0
-    await lose(clients, busy)
-    await eventually(lambda: one.metric("penstock_router_workers_lost_total") == 1)
+    for number, each in enumerate((failed, busy), 1):
+        await lose(clients, each)
+        await eventually(lambda number=number: one.metric("penstock_router_workers_lost_total") == number)
 
 
 async def test_the_request_of_a_lost_worker_continues_behind_what_was_streamed(
