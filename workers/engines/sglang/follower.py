@@ -107,7 +107,8 @@ class SglangOutputCursor:
             return SequenceFailure(Code.invalid_request, message)
         if status is None:
             return SequenceFailure(Code.cancelled, message)
-        return SequenceFailure(Code.transfer_failed if self._adopted else Code.engine_error, message)
+        moved = self._adopted and not reason.get("err_type")  # errors of another kind, as of a grammar, name theirs
+        return SequenceFailure(Code.transfer_failed if moved else Code.engine_error, message)
 
     def _logprob(self, token: int, at: int, info: Mapping[str, Any]) -> Logprob | None:
         if self._top is None:

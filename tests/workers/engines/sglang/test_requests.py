@@ -127,6 +127,15 @@ def test_chunks_become_tokens_with_one_end() -> None:
     assert SglangOutputCursor().take(chunk(1, reason={"type": "length", "length": 1}))[0][-1].finish == "length"
 
 
+def test_an_engine_of_a_pair_fails_for_more_than_its_transfers() -> None:
+    """SGLang names the kind of error of a grammar, for example, and none where KV did not come."""
+    reason = {"type": "abort", "message": "Grammar accept_token failed", "status_code": 500}
+    for kind, code in ((None, Code.transfer_failed), ("InternalServerError", Code.engine_error)):
+        failure = SglangOutputCursor(adopted=True).take(chunk(reason=reason | {"err_type": kind}))[1]
+        assert failure is not None
+        assert failure.code == code
+
+
 def test_watched_stops_end_an_output_in_the_midst_of_a_chunk() -> None:
     cursor = SglangOutputCursor(stops=(7,), least=2)
     new, failure = cursor.take(chunk(7, 1, 7, 9))
