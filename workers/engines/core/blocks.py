@@ -656,9 +656,10 @@ class BlockManager:
 
         The first copy of a block keeps the name. A table that is still in use stops there, since its later names would
         depend on a parent that it does not hold; it may try again later, and continues when ``leaving``: its release
-        follows at once, so the holder of the first copy releases that later.
+        follows at once, so the holder of the first copy releases that later. Not with blocks that another table holds.
         """
         cache, holders, names, parents = self.cache, self.holders, self.names, self.parents
+        elsewhere = False  # whether the block in front has another holder
         # Names that are already in the cache come before those that are not.
         while start < stop and (first := cache.get(digests[start])) is not None:
             if not holders[first]:  # idle: its name moves to our copy, and it is emptied
@@ -672,9 +673,10 @@ class BlockManager:
                 parents[block] = digests[start - 1] if start else None
             elif not leaving:
                 return start
+            elsewhere = cache[digests[start]] != table[start]
             start += 1
-        if start == stop:
-            return stop
+        if start == stop or (elsewhere and holders[table[start]] > 1):
+            return start
         above = parent = digests[start - 1] if start else None
         fresh = digests[start:stop]
         for digest, block in zip(fresh, table[start:stop], strict=True):

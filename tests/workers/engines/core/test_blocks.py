@@ -101,6 +101,25 @@ def test_the_first_copy_keeps_the_name_while_it_is_held() -> None:
     check_pool(manager, [first])
 
 
+def test_blocks_that_others_hold_get_no_name_behind_a_parent_that_they_do_not_hold() -> None:
+    """Two answers share blocks that were handed off; a third sequence computed the first of them before."""
+    manager = BlockManager(16)
+    chain = names("abc")
+    other, first = manager.take([], 1), manager.take([], 3)
+    assert other is not None
+    assert first is not None
+    second = manager.share(first)
+    assert manager.name(other, chain, 0, 1) == 1
+    assert manager.name(first, chain, 0, 3, leaving=True) == 1
+    manager.release(first)
+    manager.release(other)
+    check_pool(manager, [second])
+    assert manager.name(second, chain, 0, 3, leaving=True) == 3
+    manager.release(second)
+    check_pool(manager, [])
+    assert manager.match(chain, 3) == second
+
+
 def test_a_held_copy_takes_the_name_over_from_an_idle_one_without_an_event() -> None:
     manager = BlockManager(8)
     first, second = manager.take([], 2), manager.take([], 3)
