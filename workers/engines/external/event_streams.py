@@ -1,5 +1,6 @@
 """KV events that an engine publishes over ZMQ (vLLM, SGLang): read per data-parallel rank, translated to our names."""
 
+import os
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -64,8 +65,17 @@ class EventStreams:
 
 
 def channels(folder: Path, ranks: int) -> tuple[str, str]:
-    """Endpoints of KV events and their replay. TCP for several ranks: rank n adds n to the port."""
+    """Endpoints of KV events and their replay. TCP for several ranks: rank n adds n to the port.
+
+    Raises:
+        EngineError: the folder's path is too long for a socket's.
+    """
     if ranks == 1:
+        if len(os.fsencode(folder / "events")) > zmq.IPC_PATH_MAX_LEN:
+            raise EngineError(
+                f"{folder} is too long for sockets in it, whose paths take {zmq.IPC_PATH_MAX_LEN} bytes at most: "
+                "set TMPDIR to a shorter folder for temporary files"
+            )
         return f"ipc://{folder}/events", f"ipc://{folder}/replay"
     first = free_ports(2 * ranks)
     return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + ranks}"

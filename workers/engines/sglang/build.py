@@ -175,12 +175,13 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
+        EngineError: the folder's path is too long for sockets.
     """
-    events, replay = channels(folder, ranks)
+    events, replay = channels(folder, ranks) if settings.use_kv_events else ("", "")
     return SglangSettings(
         settings,
         max_model_len=arguments.length_limit(settings, model_len),
-        events=events if settings.use_kv_events else "",
+        events=events,
         replay=replay,
         # A prefill engine's ranks on other machines look for its bootstrap server at the address where they meet.
         host=settings.leader_address if settings.nodes > 1 else address(settings.nats_url),

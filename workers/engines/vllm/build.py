@@ -190,12 +190,13 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
 
     Raises:
         BadArguments: ``max_model_len`` is more than the model supports.
+        EngineError: the folder's path is too long for sockets.
     """
-    events, replay = channels(folder, ranks)
+    events, replay = channels(folder, ranks) if settings.use_kv_events else ("", "")
     return VllmSettings(
         settings,
         max_model_len=length_limit(settings, model_len),
-        events=events if settings.use_kv_events else "",
+        events=events,
         replay=replay,
         leader_port=nodes.place_of(settings).engine_port,
         transfer_id=str(uuid.uuid4()) if settings.nodes > 1 else "",

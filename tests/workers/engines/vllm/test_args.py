@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
@@ -245,6 +246,15 @@ def test_without_kv_events_nothing_is_published(tmp_path: Path) -> None:
     assert wanted_of(read(), 4096, tmp_path, 1).events == f"ipc://{tmp_path}/events"
     with pytest.raises(BadArguments, match="this model takes 100"):
         wanted_of(read("--max-model-len", "200"), 100, tmp_path, 1)
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_named_with_the_fix() -> None:
+    long, most = Path("/" + "t" * 100), Path("/" + "t" * 99)
+    with pytest.raises(EngineError, match=r"t is too long .* set TMPDIR to a shorter folder"):
+        wanted_of(read(), 4096, long, 1)
+    assert wanted_of(read("--no-use-kv-events"), 4096, long, 1).events == ""
+    with zmq.Context() as context, context.socket(zmq.SUB) as used, pytest.raises(zmq.ZMQError, match="No such file"):
+        used.bind(wanted_of(read(), 4096, most, 1).events)  # as far as its length goes, it can be used
 
 
 def test_several_ranks_have_ports_in_a_row(tmp_path: Path) -> None:
