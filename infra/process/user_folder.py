@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 
@@ -51,6 +52,7 @@ class OwnFolder:
     """
 
     def __init__(self, kind: str) -> None:
+        self._closing = threading.Lock()
         top = user_folder()
         guard = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -64,11 +66,12 @@ class OwnFolder:
             os.close(guard)
 
     def close(self) -> None:
-        """May be called twice."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        """May be called twice, from any thread."""
+        with self._closing:
+            if self._lock >= 0:
+                shutil.rmtree(self.path, ignore_errors=True)
+                os.close(self._lock)
+                self._lock = -1
 
 
 def _delete_left_behind(folder: Path) -> None:

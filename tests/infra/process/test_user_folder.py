@@ -1,11 +1,13 @@
 """What ends with a process, in a folder that no other user can have prepared."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,24 @@ def test_a_folder_is_deleted_by_its_process_and_left_alone_by_others() -> None:
     assert not first.path.exists()
     assert second.path.is_dir()
     second.close()
+
+
+def test_two_threads_may_delete_a_folder_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that ends an engine, and the one that has seen a rank of it end."""
+    folder, delete = OwnFolder("ranks"), shutil.rmtree
+    second = threading.Thread(target=folder.close)
+
+    def deleting(path: Path, **_: object) -> None:
+        if not second.ident:
+            second.start()
+            second.join(0.2)
+        delete(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", deleting)
+    folder.close()
+    second.join(5)
+    assert not second.is_alive()
+    assert not folder.path.exists()
 
 
 def test_what_a_killed_process_left_is_deleted_by_the_next_one_of_its_kind(temporary: Path) -> None:
