@@ -139,7 +139,7 @@ def defaults(wanted: SglangSettings, given: Mapping[str, Any]) -> Tree:
         "incremental_streaming_output": True,
         "page_size": worker.block_size // int(given.get("dcp_size") or 1),  # each rank has a part of a block
         "max_running_requests": worker.max_running,
-        "chunked_prefill_size": worker.max_batched_tokens,
+        "chunked_prefill_size": max(1, worker.max_batched_tokens // worker.block_size) * worker.block_size,
         "context_length": context_length(wanted.max_model_len, given),
         "disable_radix_cache": not worker.prefix_cache,
         "enable_metrics": worker.publish_events_and_metrics,
@@ -225,8 +225,7 @@ def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
         problems += _across(tree, worker.nodes)
     batch = int(tree["chunked_prefill_size"] or 0)
     if worker.role != "decode" and batch > 0 and batch % worker.block_size:
-        fit = max(1, batch // worker.block_size) * worker.block_size
-        problems.append(f"max_batched_tokens: {batch} is no multiple of --block-size; use --max-batched-tokens {fit}")
+        problems.append(f"chunked_prefill_size: {batch} is no multiple of --block-size {worker.block_size}")
     if worker.lora_slots and ranks_of(tree) > 1:  # with attention DP it takes pinned adapters only
         problems.append("dp_size: SGLang loads no LoRA adapters into several replicas; start a worker for each")
     if worker.kv_blocks and tree["max_total_tokens"] != worker.kv_blocks * worker.block_size:
