@@ -31,6 +31,7 @@ from penstock.operate.doctor.finding import (
 )
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
 from penstock.operate.workers import registrations, routers
+from penstock.router.placement.decide import TransferKind, transfer_kind
 from penstock.schemas.audit import KEYS_LOST
 from penstock.schemas.audit import decode as decode_audit
 from penstock.schemas.fleet import ConnectorUse, GpuUse, Registration, WorkerState
@@ -342,7 +343,28 @@ def _model(model: str, workers: Sequence[Registration]) -> list[CheckResult]:
     if any(each.role in ("prefill", "decode") and each.transfer is None for each in ready):
         fix = "start it with --transfer auto and NIXL installed"
         findings.append(problem("KV transport", f"{model}: a {'/'.join(sorted(roles))} worker cannot move KV", fix))
+    findings += _pairs(model, ready)
     return findings or [ok("workers", f"{model}: {len(ready)} ready, {', '.join(sorted(roles))}")]
+
+
+def _pairs(model: str, ready: Sequence[Registration]) -> list[CheckResult]:
+    """Prefill and decode workers whose KV does not fit any of the other role: routers pair none of them."""
+    names: dict[str, dict[TransferKind, list[str]]] = {"prefill": defaultdict(list), "decode": defaultdict(list)}
+    for each in ready:
+        if each.role in names and (kind := transfer_kind(each)) is not None:
+            names[each.role][kind].append(each.name or each.worker)
+    findings = []
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        alone = sorted(name for kind, those in names[role].items() if kind not in names[other] for name in those)
+        if alone and names[other]:
+            text = f"{model}: the KV of {', '.join(alone)} ({role}) fits no {other} worker's, so that none of it moves"
+            fix = (
+                "give both roles the same --engine, --dtype, --kv-dtype, --block-size, --quantization and "
+                "--max-model-len. If the model has sliding windows, workers with a draft model, --kv-offloading-size "
+                "or --kv-disk keep one pool for all layers: start the others with --no-hybrid-kv-cache"
+            )
+            findings.append(warning("pairs", text, fix))
+    return findings
 
 
 def check_leases(lost: Sequence[LostLeases], workers: Sequence[Registration], now_ns: int) -> list[CheckResult]:

@@ -60,7 +60,7 @@ from penstock.schemas.fleet import ConnectorUse, GpuUse, Load, Registration, Wei
 from penstock.schemas.routers import LostLeases
 from penstock.schemas.streams import GIB
 from penstock.schemas.subjects import Subjects
-from penstock.schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint, Memory
 from penstock.schemas.usage import HOUR_NS, UsagePart, UsageRow
 from penstock.schemas.wire import encode
 from tests.cluster_support import three_nodes
@@ -584,6 +584,24 @@ def test_what_is_wrong_with_a_fleet_is_found(workers: list[Registration], check:
     findings = check_workers(workers)
     assert statuses(findings)[check] is status
     assert all(finding.fix for finding in findings if finding.status is not CheckStatus.ok)
+
+
+def moving(name: str, role: str, layout: str) -> Registration:
+    return worker(name, role=role, transfer=Endpoint(name, "nixl", pools={"kv": Memory(0, 100, 10, layout=layout)}))
+
+
+def test_workers_whose_kv_fits_no_partner_are_named() -> None:
+    """As of a model with sliding windows, where prefill workers have --kv-offloading-size and decode workers do not."""
+    one, two = moving("p-1", "prefill", "float32(3,2,8,2,16)"), moving("d-1", "decode", "float32(1,2,8,2,16)")
+    found = [finding for finding in check_workers([one, two]) if finding.check == "pairs"]
+    assert [finding.what.partition(" fits")[0] for finding in found] == [
+        "m: the KV of p-1 (prefill)", "m: the KV of d-1 (decode)"
+    ]  # fmt: skip
+    assert "--no-hybrid-kv-cache" in found[0].fix
+    fitting = moving("p-2", "prefill", "float32(1,2,8,2,16)")
+    (finding,) = (each for each in check_workers([one, two, fitting]) if each.check == "pairs")
+    assert "p-1 (prefill)" in finding.what
+    assert statuses(check_workers([two, fitting])) == {"workers": CheckStatus.ok}
 
 
 def gpu(number: int, used_gib: float = 40, busy: int = 0, error: str = "") -> GpuUse:
