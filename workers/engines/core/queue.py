@@ -15,7 +15,7 @@ A sequence whose LoRA adapter has no slot on the device lets those behind it go 
 nothing starts before it, so that those who run end and a slot becomes free.
 
 So if nothing runs, the head waits for nothing but reservations that are still to be filled (bounded by the transfer's
-time) and blocks pinned for other workers (bounded by their leases).
+time, and by that of an announcement before it) and blocks pinned for other workers (bounded by their leases).
 
 KV blocks at a handoff: reserved for prompts that arrive, pinned for prompts that other workers fetch. Pure.
 """
