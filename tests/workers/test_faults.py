@@ -104,8 +104,10 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
     if stage == "send_prefilled":
         monkeypatch.setattr("penstock.workers.disagg.disaggregation.next_job", fail)
     else:
-        monkeypatch.setattr(pair.decode.session.runner.disaggregation.reader, "fetch", fail)
-        monkeypatch.setattr(pair.decode.session.runner.disaggregation.reserver, "_quarantine_s", 0.1)
+        disaggregation = pair.decode.session.runner.disaggregation
+        monkeypatch.setattr(disaggregation.reader, "fetch", fail)
+        monkeypatch.setattr(disaggregation._announced, "_fetch", fail)
+        monkeypatch.setattr(disaggregation.reserver, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
     await send_jobs(log, pair, asked, attempt)

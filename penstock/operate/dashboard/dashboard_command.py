@@ -58,6 +58,7 @@ async def _run(args: argparse.Namespace) -> None:
             config = uvicorn.Config(
                 app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S
             )
+            listener.listen()  # a browser that is opened at once waits until it is served
             print(f"dashboard: {base_url(args.host, port)}/?token={token}", flush=True)
             async with asyncio.TaskGroup() as group:
                 looking = group.create_task(live.run(), name="look") if live is not None else None

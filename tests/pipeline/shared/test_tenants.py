@@ -306,7 +306,7 @@ def test_the_command_names_what_is_wrong(
 ) -> None:
     for args, said in (
         (("add", "Bad_Name"), "use a lower-case word"),
-        (("add", "default"), "always there"),
+        (("add", "default"), "always exists"),
         (("rotate", "nobody"), "no tenant 'nobody'"),
     ):
         assert tenants(shared, *args) == 1

@@ -806,17 +806,17 @@ def test_blocks_are_counted(make: Make) -> None:
     check()
     assert driver.engine.stats().free_blocks == POOL
     for number in range(SLOTS + 2):
-        driver.engine.submit(ask(number, WORDS[number : number + 70], 12))
+        driver.engine.submit(ask(number, WORDS[number : number + 70], 24))
     stats = driver.engine.stats()
     assert stats.running + stats.waiting == SLOTS + 2
-    used = 0
+    used = 0  # an engine in other threads may end a short answer between two looks
     while driver.engine.has_work():
         driver.step()
         check()
         used = max(used, driver.engine.stats().used_blocks)
     driver.idle()
     check()
-    assert used > 0
+    assert used > 0 or driver.engine.stats().cached_blocks > 0
     driver.remembers(WORDS[:70])
     driver.until(lambda: driver.engine.stats().cached_blocks >= 70 // BLOCK, "the count of cached blocks")
     assert driver.engine.stats().prompt_tokens == (SLOTS + 2) * 70

@@ -106,7 +106,7 @@ def test_what_waits_for_a_slot_waits_here_and_starts_by_tenants_shares(
     monkeypatch.setattr("penstock.infra.process.class_queue.QUANTUM", 0)
     driver = make(max_running=2)
     for number in range(6):
-        driver.engine.submit(ask(f"a{number}", WORDS[number : number + 40], 6, share=StartShare(1, "a")))
+        driver.engine.submit(ask(f"a{number}", WORDS[number : number + 40], 60, share=StartShare(1, "a")))
     driver.until(lambda: len(driver.seen.started) == 2, "the first two")
     assert len(scheduler(driver).jobs) == 2
     assert driver.engine.stats().waiting == 4
