@@ -1,5 +1,6 @@
 """Blocks whose heads are spread over ranks arrive whole in workers of any width. Each rank has memory of its own."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,9 @@ class Lines:
         self._end.sendall(len(message).to_bytes(4, "big") + message)
 
     def receive(self) -> bytes:
-        return self._file.read(int.from_bytes(self._file.read(4), "big"))
+        with contextlib.suppress(ValueError):  # closed by another thread
+            return self._file.read(int.from_bytes(self._file.read(4), "big"))
+        return b""
 
     def close(self) -> None:
         self._end.shutdown(socket.SHUT_RDWR)
