@@ -682,34 +682,36 @@ async def test_announced_prompts_of_a_prefill_worker_that_dies_are_freed(
     await pair.free()
 
 
-async def test_kv_that_cannot_be_read_in_time_is_computed_and_nothing_is_held(
-    log: LogClient, pair: Pair, unsent: asyncio.Event
-) -> None:
+async def reading(log: LogClient, pair: Pair) -> tuple[GenerateRequest, str]:
+    """A request whose announced KV is being read, over a link that carries nothing, and the owner's agent."""
     await reserving(log, pair)
     assert pair.prefill.transport is not None
-    pair.network.stall(pair.prefill.transport.endpoint.agent)
+    owner = pair.prefill.transport.endpoint.agent
+    pair.network.stall(owner)
     asked = request(PROMPT)
     await send_jobs(log, pair, asked)
     await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
+    return asked, owner
+
+
+async def test_kv_that_cannot_be_read_in_time_is_computed_and_nothing_is_held(
+    log: LogClient, pair: Pair, unsent: asyncio.Event
+) -> None:
+    asked, owner = await reading(log, pair)
     unsent.set()
     await log.end(asked)
     assert log.streamed(asked) == answer(asked)
     assert await log.failure(asked) == "timeout"
-    pair.network.resume(pair.prefill.transport.endpoint.agent)
+    pair.network.resume(owner)
     await pair.free()
 
 
 async def test_a_session_that_ends_while_announced_kv_is_read_holds_nothing(
     log: LogClient, pair: Pair, unsent: asyncio.Event
 ) -> None:
-    await reserving(log, pair)
-    assert pair.prefill.transport is not None
-    pair.network.stall(pair.prefill.transport.endpoint.agent)
-    asked = request(PROMPT)
-    await send_jobs(log, pair, asked)
-    await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
+    _, owner = await reading(log, pair)
     await pair.decode.session.fence()
-    pair.network.resume(pair.prefill.transport.endpoint.agent)
+    pair.network.resume(owner)
     await pair.decode.frees_everything()
     unsent.set()
     await pair.decode.begin()
