@@ -33,7 +33,7 @@ from penstock.workers.engines.engine_protocol import (
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
-from penstock.workers.engines.trtllm.adapter import TrtllmAdapter
+from penstock.workers.engines.trtllm.follower import TrtllmFollower
 
 REPORT = "report it with this output and the worker's log at --log-level debug"
 REFUSED = (
@@ -154,11 +154,11 @@ class Doctor:
         engine = from_settings(self._settings(), self._path)
         with ExitStack() as undo:
             undo.callback(engine.close)
-            adapter = engine.adapter
-            assert isinstance(adapter, TrtllmAdapter)
+            follower = engine.adapter.follower
+            assert isinstance(follower, TrtllmFollower)
             driver = _Driver(engine)
             yield ok("start", f"ready after {time.monotonic() - began:.0f} s, {engine.info.total_blocks} KV blocks")
-            yield self._sampling(adapter.served)
+            yield self._sampling(follower.options.served)
             whole = driver.answer("whole", self._prompt)
             if driver.answer("again", self._prompt) != whole:
                 yield warning("aggregated", "the same greedy request got another answer the second time", NEAR)
@@ -170,7 +170,7 @@ class Doctor:
             yield self._events(driver)
             yield from self._trial("constraints", lambda: self._constrained(driver))
             yield from self._trial("cancel", lambda: self._cancelled(driver, whole))
-            yield from self._trial("one token", lambda: self._one_token(adapter))
+            yield from self._trial("one token", lambda: self._one_token(follower))
 
     def _sampling(self, served: ServedOptions) -> CheckResult:
         names = {"alternatives": "top_logprobs"}
@@ -225,9 +225,9 @@ class Doctor:
         driver.until(lambda: engine.stats().used_blocks == 0 and not engine.has_work(), "idleness after cancelling")
         yield ok("cancel", "four requests ended at once and freed their blocks")
 
-    def _one_token(self, adapter: TrtllmAdapter) -> Iterator[CheckResult]:
+    def _one_token(self, follower: TrtllmFollower) -> Iterator[CheckResult]:
         began = time.monotonic()
-        if not adapter.ask_for_token(BOUND_S):
+        if not follower.ask().wait(BOUND_S):
             raise _Failed(f"an idle engine generated no token within {BOUND_S:.0f} s")
         yield ok("one token", f"an idle engine generated one in {(time.monotonic() - began) * 1000:.0f} ms")
 

@@ -58,8 +58,8 @@ class VisionEncoder(Protocol):
             EngineError: the device is lost.
         """
 
-    def memory(self) -> Memory:
-        """The pool, without generations."""
+    def memory(self) -> Memory | None:
+        """The pool, without generations; None: others cannot write into it."""
 
     def close(self) -> None: ...
 
@@ -288,8 +288,10 @@ class EmbeddingPool:
 
     def memory(self) -> dict[str, Memory]:
         """The pool by its name in ``Engine.memory``."""
+        if (memory := self.encoder.memory()) is None:
+            return {}
         generations, _ = self.cache.generations.buffer_info()
-        return {"embeds": msgspec.structs.replace(self.encoder.memory(), generations=generations)}
+        return {"embeds": msgspec.structs.replace(memory, generations=generations)}
 
     def check(self, media: Seq[MediaSpan], prompt_len: int, *, adopted: bool) -> None:
         """Check that the media lie in the prompt in order, without overlap, and in slots that exist.

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -27,6 +28,7 @@ from penstock.schemas.fleet import GpuUse
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
+from penstock.workers.engines.core.embeddings import EmbeddingPool
 from penstock.workers.engines.engine_protocol import (
     EngineError,
     EngineInfo,
@@ -50,7 +52,7 @@ from penstock.workers.engines.engine_protocol import (
 )
 from penstock.workers.engines.external.constrained import ConstrainedOutputs, PreparedGrammars
 from penstock.workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
-from penstock.workers.engines.external.sequences import ActiveSequence, SequenceUpdate
+from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate
 
 log = structlog.get_logger("engine")
 
@@ -78,53 +80,43 @@ class BlockCounts(NamedTuple):
     preemptions: int = 0
 
 
-class Adapter(Protocol[C]):
-    """What differs between the packages. Called in the engine thread, except ``launch`` and ``abort``.
+class KnownBlocks(Protocol):
+    """What is known of the blocks of an engine's KV cache. Used in the engine thread."""
 
-    Attributes:
-        title: name of the package, for error messages.
-        vision: of engines that take images.
-        linger_s: how long KV events may follow the last output.
-    """
+    def take(self, event: Any) -> dict[int, list[KvEvent]]:
+        """Take an event of the queue that belongs to no sequence; returns the KV events in it by rank."""
 
-    title: str
-    linger_s: float
-
-    @property
-    def vision(self) -> VisionEngine | None: ...
-
-    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[C]:
-        """Check and prepare a sequence.
-
-        Args:
-            lora: the handle of its LoRA adapter; None: it has none.
-
-        Raises:
-            RequestError: it can never run here.
-        """
-
-    def launch(self, sequence: ActiveSequence[C]) -> None:
-        """Submit a sequence and follow its outputs; called in the loop thread."""
-
-    def abort(self, sequence: ActiveSequence[C]) -> None:
-        """Abort a sequence; called in the loop thread."""
-
-    def kv_events(self, event: Any) -> dict[int, list[KvEvent]]:
-        """Handle an event that belongs to no sequence; returns the KV events in it by rank."""
-
-    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
+    def counts(self, *, active: bool, pinned: int) -> BlockCounts:
         """
         Args:
             active: there are sequences.
             pinned: blocks of prompts that wait to be fetched.
         """
 
-    def dump(self, rank: int) -> list[KvEvent]: ...
+    def dump(self, rank: int) -> list[KvEvent]:
+        """All names in a rank's prefix cache, parents before children."""
 
-    def memory(self) -> dict[str, Memory]: ...
 
-    def collectors(self) -> Seq[Collector]:
-        """The engine's own metrics, for the worker's registry."""
+@dataclass(frozen=True)
+class Adapter(Generic[C]):
+    """What differs between the packages.
+
+    Attributes:
+        title: name of the package, for error messages.
+        accept: checks and prepares a sequence, with the handle of its LoRA adapter, if it has one; in the engine
+            thread. It raises a RequestError if the sequence can never run here.
+        vision: of engines that take images.
+        collectors: the engine's own metrics, for the worker's registry.
+        linger_s: how long KV events may follow the last output.
+    """
+
+    title: str
+    accept: Callable[[SequenceRequest, Any], ActiveSequence[C]]
+    follower: Follower[Any, C]
+    blocks: KnownBlocks
+    vision: EmbeddingPool | None = None
+    collectors: Seq[Collector] = ()
+    linger_s: float = 0.0
 
 
 def unreadable(title: str, folder: AdapterFolder, error: object) -> AdapterError:
@@ -348,7 +340,7 @@ class ExternalEngine(Generic[C]):
         sequence.cancelled = True
         self._forget(sequence)
         if launched:
-            self.runtime.loop.post(self.adapter.abort, sequence)
+            self.runtime.loop.post(self.adapter.follower.abort, sequence)
         return True
 
     def _launch(self) -> None:
@@ -356,7 +348,7 @@ class ExternalEngine(Generic[C]):
         while len(self._launched) < self._slots and (sequence := self._waiting.first()) is not None:
             self._waiting.take(sequence.key)
             self._launched.add(sequence.key)
-            self.runtime.loop.post(self.adapter.launch, sequence)
+            self.runtime.loop.post(self.adapter.follower.launch, sequence)
 
     def _forget(self, sequence: ActiveSequence[C]) -> None:
         del self.active[sequence.key]
@@ -406,7 +398,7 @@ class ExternalEngine(Generic[C]):
                 self._slots = event.most
                 self._launch()
             else:
-                for rank, events in self.adapter.kv_events(event).items():
+                for rank, events in self.adapter.blocks.take(event).items():
                     (others.setdefault(rank, []) if rank else result.events).extend(events)
             event = self.runtime.inbox.get()
         self._raise_broken()
@@ -430,7 +422,7 @@ class ExternalEngine(Generic[C]):
         tokens, found = self._constrained.follow(sequence.key, tokens, failure)
         if found is not failure:
             failure, opaque, sequence.cancelled = found, None, True
-            self.runtime.loop.post(self.adapter.abort, sequence)
+            self.runtime.loop.post(self.adapter.follower.abort, sequence)
         self._last_update = time.monotonic()
         if passed_on:
             handed.append(sequence.key)
@@ -476,7 +468,7 @@ class ExternalEngine(Generic[C]):
 
     def stats(self) -> EngineStats:
         pinned = sum(self._pinned.values())
-        blocks = self.adapter.block_counts(active=bool(self.active), pinned=pinned)
+        blocks = self.adapter.blocks.counts(active=bool(self.active), pinned=pinned)
         return EngineStats(
             running=self._running,
             waiting=len(self.active) - self._running,
@@ -492,23 +484,23 @@ class ExternalEngine(Generic[C]):
         )
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
-        return self.adapter.dump(rank)
+        return self.adapter.blocks.dump(rank)
 
     def collectors(self) -> Seq[Collector]:
         """The engine's own metrics, for the worker's registry."""
-        return self.adapter.collectors()
+        return self.adapter.collectors
 
     # --- handoff ---
 
     def memory(self) -> dict[str, Memory]:
-        return self.adapter.memory()
+        return {} if self.adapter.vision is None else self.adapter.vision.memory()
 
     def release_pinned(self, key: object) -> bool:
         """Stop counting a pinned prompt. The engine frees its KV once it was fetched or the engine's own lease expired:
         a transfer that may be in progress cannot be stopped safely. One that was handed over ahead is aborted."""
         sequence = self._handed.pop(key, None)
         if sequence is not None:
-            self.runtime.loop.post(self.adapter.abort, sequence)
+            self.runtime.loop.post(self.adapter.follower.abort, sequence)
         return self._pinned.pop(key, None) is not None
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """KV events that an engine publishes over ZMQ (vLLM, SGLang): read per data-parallel rank, translated to our names."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import structlog
 import zmq
 
 from penstock.schemas.kv import KvEvent
-from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.subscriber import Subscriber
 from penstock.workers.engines.events.translator import EventTranslator
@@ -19,6 +19,8 @@ from penstock.workers.engines.external.nodes import free_ports
 from penstock.workers.engines.external.runtime import Inbox
 
 log = structlog.get_logger("engine")
+
+KV_EVENTS_S = 0.1  # they come over another channel than the outputs, and may follow the last one
 
 
 class KvPayloads(NamedTuple):
@@ -30,12 +32,19 @@ class KvPayloads(NamedTuple):
 
 
 class EventStreams:
-    """The names of all ranks' blocks. Used by the engine thread only."""
+    """Implements ``external.engine.KnownBlocks`` with the names of all ranks' blocks.
 
-    def __init__(self, ranks: int, block_size: int, root: bytes) -> None:
-        self._translators = [EventTranslator(block_size, root) for _ in range(ranks)]
+    Args:
+        root: parent of the first block's name for prompts without a salt.
+        load: blocks of running requests, as the schedulers said last, and preemptions since the start.
+    """
 
-    def feed(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
+    def __init__(self, info: EngineInfo, root: bytes, load: Callable[[], tuple[int, int]]) -> None:
+        self._total = info.total_blocks
+        self._translators = [EventTranslator(info.block_size, root) for _ in range(info.dp_size)]
+        self._load = load
+
+    def take(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
         """The events in the payloads, by rank. A rank's blocks are forgotten if a payload is missing or damaged."""
         translator = self._translators[event.rank]
         events = translator.forget() if event.lost else []
@@ -51,15 +60,11 @@ class EventStreams:
     def dump(self, rank: int) -> list[KvEvent]:
         return self._translators[rank].dump()
 
-    def block_counts(self, total: int, used: int, pinned: int, preemptions: int) -> BlockCounts:
-        """The pool, of which a named block that nothing uses is cached.
-
-        Args:
-            used: blocks of running requests, as the scheduler said last.
-            pinned: blocks of prompts that wait to be fetched.
-        """
+    def counts(self, *, active: bool, pinned: int) -> BlockCounts:
+        """The pool, of which a named block that nothing uses is cached."""
+        (used, preemptions), total = self._load(), self._total
         pinned = min(total, pinned)
-        used = min(total, max(pinned, used))
+        used = min(total, max(pinned, used if active else 0))  # what they said is outdated once nothing runs
         cached = min(total - used, sum(translator.names for translator in self._translators))
         return BlockCounts(used, cached, total - used - cached, pinned, preemptions)
 

@@ -4,7 +4,7 @@ Log-probabilities of a prompt come from the lists of TensorRT-LLM and vLLM.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -34,6 +34,28 @@ class SequenceFailure(NamedTuple):
 
     code: str
     message: str
+
+
+def last_token(
+    new: list[Token], finish: str, stop_token: int | None = None
+) -> tuple[list[Token], SequenceFailure | None]:
+    """End an output whose last token is among its new ones; it fails where there are none.
+
+    Args:
+        stop_token: default: the last one, if it was stopped.
+    """
+    if not new:
+        return [], SequenceFailure(Code.engine_error, f"the engine ended the output ({finish}) without a last token")
+    token = new[-1]
+    stopped = (token.token if stop_token is None else stop_token) if finish == "stop" else None
+    return [*new[:-1], token._replace(finish=finish, stop_token=stopped)], None
+
+
+def logprob_at(entries: Seq[Any] | None, at: int, token: int, top: int | None) -> Logprob | None:
+    """The log-probability of a token in the engine's list; None: none was asked for (``top``)."""
+    if top is None:
+        return None
+    return logprob_of(entries[at], token, top) if entries and 0 <= at < len(entries) else Logprob(MISSING)
 
 
 def logprob_of(entry: Any, token: int, top: int) -> Logprob:
@@ -120,6 +142,13 @@ class ActiveSequence(Generic[C]):
         self.cancelled = False  # its outputs are discarded
         self.task: asyncio.Task[None] | None = None
 
+    def first_output(self, cached: Any) -> int | None:
+        """The cached tokens of its prompt, as the engine says with its first output; None: it is not the first."""
+        if self.responded:
+            return None
+        self.responded = True
+        return min(max(0, int(cached or 0)), self.prompt_len)
+
     def scored(self, entries: Seq[Any] | None) -> Scored | None:
         """The prompt's log-probabilities, once: ``entries`` has one for each token but the first."""
         if not self.score or not entries:
@@ -162,6 +191,37 @@ class Follower(Generic[A, C]):
         self._loop = runtime.loop
         self._emit = runtime.inbox.put
         self._broken = False
+
+    def launch(self, sequence: ActiveSequence[C]) -> None:
+        """Submit a sequence."""
+        if not sequence.cancelled and not self._broken:
+            sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
+
+    async def _follow(self, sequence: ActiveSequence[C]) -> None:
+        """Submit a sequence and follow its outputs."""
+        raise NotImplementedError
+
+    def abort(self, sequence: ActiveSequence[C]) -> None:
+        """Abort a sequence: engines abort requests whose stream is no longer iterated, in any phase."""
+        if sequence.task is not None:
+            sequence.task.cancel()
+
+    def watch(self, check: Callable[[], Awaitable[None]], every_s: float) -> None:
+        """Look after the engine, which can fail while it has no requests; from any thread.
+
+        Args:
+            check: raises an error if it has failed.
+        """
+
+        async def watch() -> None:
+            while not self._broken:
+                await asyncio.sleep(every_s)
+                try:
+                    await check()
+                except Exception as error:
+                    self.broken(error)
+
+        self._loop.post(lambda: self._loop.task(watch(), "health"))
 
     def _fail(self, sequence: ActiveSequence[C], code: Code, message: str) -> None:
         """End a sequence with an error of its own."""

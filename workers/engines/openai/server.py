@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import msgspec
 import structlog
-from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from penstock.configs.settings import WorkerSettings
@@ -30,9 +29,8 @@ from penstock.schemas.errors import Code
 from penstock.schemas.fleet import AUTO
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.requests import CARRIED_CHAT
-from penstock.schemas.transfer import Memory
-from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest, VisionEngine
-from penstock.workers.engines.external.engine import BlockCounts, ExternalEngine, Slots
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest
+from penstock.workers.engines.external.engine import Adapter, BlockCounts, ExternalEngine, Slots
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
 from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate, Token
 from penstock.workers.engines.openai.chat import (
@@ -377,15 +375,6 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         self._received = 0  # tokens, of all sequences
         self._shown = window.size
 
-    def launch(self, sequence: ActiveSequence[SequenceRequest]) -> None:
-        if not sequence.cancelled and not self._broken:
-            sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
-
-    def abort(self, sequence: ActiveSequence[SequenceRequest]) -> None:
-        """Servers stop a request whose connection is closed."""
-        if sequence.task is not None:
-            sequence.task.cancel()
-
     async def _follow(self, sequence: ActiveSequence[SequenceRequest]) -> None:
         """Ask, and ask again behind what came, until the sequence has ended."""
         said, tries, received, began = list(sequence.call.generated), 0, 0, time.monotonic()
@@ -514,9 +503,9 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
     ) -> None:
         """Note that the server has the sequence, and new tokens."""
         if not sequence.cancelled:
-            cached = None if sequence.responded else 0
-            sequence.responded = True
-            self._emit(SequenceUpdate(sequence, cached, new, usage=reader.usage if reader.finished else None))
+            self._emit(
+                SequenceUpdate(sequence, sequence.first_output(0), new, usage=reader.usage if reader.finished else None)
+            )
 
     async def _is_there(self) -> bool:
         for _ in range(2):  # the first may meet a connection that the server has just closed
@@ -544,53 +533,38 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
             self._emit(Slots(self._shown))
 
 
-class OpenaiAdapter:
-    """Implements ``penstock.workers.engines.external.engine.Adapter``."""
+class UnknownBlocks:
+    """Implements ``external.engine.KnownBlocks``: servers say nothing of their blocks."""
 
-    title = "the server"
-    linger_s = 0.0
-    vision: VisionEngine | None = None
+    def __init__(self, total: int) -> None:
+        self._total = total
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        runtime: EngineRuntime[None],
-        abilities: ServerAbilities,
-        tokenizer: Tokenizer,
-        window: ConcurrencyWindow,
-    ) -> None:
-        self._info = info
-        self._abilities = abilities
-        self._tokenizer = tokenizer
-        self._follower = OpenaiFollower(runtime, info, abilities, tokenizer, window)
-
-    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[SequenceRequest]:
-        if self._abilities.chat:
-            check_chat(request, self._info, self._abilities, self._tokenizer)
-        else:
-            check(request, self._info, self._abilities)
-        return ActiveSequence(request, request)
-
-    def launch(self, sequence: ActiveSequence[SequenceRequest]) -> None:
-        self._follower.launch(sequence)
-
-    def abort(self, sequence: ActiveSequence[SequenceRequest]) -> None:
-        self._follower.abort(sequence)
-
-    def kv_events(self, event: Any) -> dict[int, list[KvEvent]]:
+    def take(self, event: Any) -> dict[int, list[KvEvent]]:
         return {}
 
-    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
-        return BlockCounts(0, 0, self._info.total_blocks, 0)  # nobody says
+    def counts(self, *, active: bool, pinned: int) -> BlockCounts:
+        return BlockCounts(0, 0, self._total, 0)
 
     def dump(self, rank: int) -> list[KvEvent]:
         return []
 
-    def memory(self) -> dict[str, Memory]:
-        return {}
 
-    def collectors(self) -> Seq[Collector]:
-        return []
+def adapter_of(
+    info: EngineInfo,
+    runtime: EngineRuntime[None],
+    abilities: ServerAbilities,
+    tokenizer: Tokenizer,
+    window: ConcurrencyWindow,
+) -> Adapter[SequenceRequest]:
+    def accept(request: SequenceRequest, lora: Any) -> ActiveSequence[SequenceRequest]:
+        if abilities.chat:
+            check_chat(request, info, abilities, tokenizer)
+        else:
+            check(request, info, abilities)
+        return ActiveSequence(request, request)
+
+    follower = OpenaiFollower(runtime, info, abilities, tokenizer, window)
+    return Adapter("the server", accept, follower, UnknownBlocks(info.total_blocks))
 
 
 def key_of(settings: WorkerSettings) -> str:
@@ -665,6 +639,6 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
             tokenizer = Tokenizer.from_str(tokenizer.to_str())
             tokenizer.encode_special_tokens = True
             check_marks(tokenizer)
-        adapter = OpenaiAdapter(info, runtime, abilities, tokenizer, window)
+        adapter = adapter_of(info, runtime, abilities, tokenizer, window)
     log.info("server_ready", url=server.url, **abilities._asdict())
     return ExternalEngine(info, runtime, adapter, slots=window.size)

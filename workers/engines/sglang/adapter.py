@@ -7,15 +7,12 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import structlog
-from prometheus_client.registry import Collector
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.adapter import AdapterFolder
-from penstock.schemas.kv import KvEvent
-from penstock.schemas.transfer import Memory
-from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest, VisionEngine
-from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineLoras, unreadable
-from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
+from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest
+from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, unreadable
+from penstock.workers.engines.external.event_streams import KV_EVENTS_S, EventStreams
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
@@ -26,6 +23,8 @@ from penstock.workers.engines.sglang.processes import Processes
 from penstock.workers.engines.sglang.sglang_metrics import RankLoads, SglangSeries
 
 log = structlog.get_logger("engine")
+
+HEALTH_S = 0.5
 
 
 def loras(runtime: EngineRuntime[SglangApi], settings: WorkerSettings) -> EngineLoras:
@@ -52,44 +51,26 @@ def loras(runtime: EngineRuntime[SglangApi], settings: WorkerSettings) -> Engine
     return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, drop)
 
 
-class SglangAdapter:
-    """Implements ``penstock.workers.engines.external.engine.Adapter``.
-
+def adapter_of(
+    info: EngineInfo,
+    runtime: EngineRuntime[SglangApi],
+    options: SglangOptions,
+    loads: RankLoads,
+    processes: Processes,
+    metrics: SglangSeries,
+) -> Adapter[SglangCall]:
+    """
     Args:
-        runtime: its resources are the subscribers, then the engine, then its loop.
         metrics: SGLang's own.
     """
+    consumed = ConsumedStates()
 
-    title = "SGLang"
-    linger_s = 0.1  # KV events come over another channel than the outputs
-    vision: VisionEngine | None = None
-
-    def __init__(
-        self,
-        info: EngineInfo,
-        runtime: EngineRuntime[SglangApi],
-        options: SglangOptions,
-        loads: RankLoads,
-        processes: Processes,
-        metrics: SglangSeries,
-    ) -> None:
-        self._info = info
-        self.options = options
-        self._loads = loads
-        self._metrics = metrics
-        self._follower = SglangFollower(runtime, loads, processes, info.slots, options)
-        self._consumed = ConsumedStates()
-        self._streams = EventStreams(info.dp_size, info.block_size, options.root)
-        loop = runtime.loop
-        loop.post(lambda: loop.task(self._follower.watch(), "health"))
-
-    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[SglangCall]:
-        info, options = self._info, self.options
+    def accept(request: SequenceRequest, lora: Any) -> ActiveSequence[SglangCall]:
         check(request, info, options)
         room, missing, offered = None, "", b""
         if options.layout:
             try:
-                room = meeting(request, info, options, self._consumed)
+                room = meeting(request, info, options, consumed)
             except ValueError as error:
                 missing = str(error)
             if options.role == "prefill":
@@ -103,24 +84,16 @@ class SglangAdapter:
         call = SglangCall(next_call, request.sampling.logprobs, request.handoff, offered, missing)
         return ActiveSequence(request, call)
 
-    def launch(self, sequence: ActiveSequence[SglangCall]) -> None:
-        self._follower.launch(sequence)
+    def load() -> tuple[int, int]:
+        return loads.used_blocks(info.block_size), loads.preemptions
 
-    def abort(self, sequence: ActiveSequence[SglangCall]) -> None:
-        self._follower.abort(sequence)
-
-    def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
-        return self._streams.feed(event)
-
-    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
-        used = self._loads.used_blocks(self._info.block_size) if active else 0  # outdated once nothing runs
-        return self._streams.block_counts(self._info.total_blocks, used, pinned, self._loads.preemptions)
-
-    def dump(self, rank: int) -> list[KvEvent]:
-        return self._streams.dump(rank)
-
-    def memory(self) -> dict[str, Memory]:
-        return {}
-
-    def collectors(self) -> Seq[Collector]:
-        return [self._metrics]
+    follower = SglangFollower(runtime, loads, processes, info.slots, options)
+    follower.watch(follower.check, HEALTH_S)
+    return Adapter(
+        "SGLang",
+        accept,
+        follower,
+        EventStreams(info, options.root, load),
+        collectors=[metrics],
+        linger_s=KV_EVENTS_S,
+    )

@@ -34,7 +34,7 @@ from penstock.workers.engines.external.runtime import (
     first_request,
 )
 from penstock.workers.engines.sglang import plugin, sglang_metrics
-from penstock.workers.engines.sglang.adapter import SglangAdapter, loras
+from penstock.workers.engines.sglang.adapter import adapter_of, loras
 from penstock.workers.engines.sglang.api import load_sglang
 from penstock.workers.engines.sglang.args import ResolvedSglangArgs, SglangSettings, layout, ranks_of, resolve
 from penstock.workers.engines.sglang.engine_inputs import FAKE_HOST, Address, Room, SglangOptions
@@ -126,7 +126,7 @@ def from_settings(
             block_hashes.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts
         )
         adapters = loras(runtime, settings) if settings.lora_slots else None
-        adapter = SglangAdapter(info, runtime, options, loads, processes, series)
+        adapter = adapter_of(info, runtime, options, loads, processes, series)
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
     return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=group.gpus)
 

@@ -26,6 +26,7 @@ from penstock.workers.engines.external.sequences import (
     SequenceFailure,
     SequenceUpdate,
     Token,
+    last_token,
 )
 from penstock.workers.engines.sglang.api import SglangApi
 from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOptions
@@ -91,14 +92,8 @@ class SglangOutputCursor:
         if reason is None or (reason["type"] == "length" and self._goes_on):
             return new, None
         self.finished = True
-        if not new:
-            return [], SequenceFailure(Code.engine_error, f"the engine ended the output without a last token: {reason}")
-        if reason["type"] == "length":
-            new[-1] = new[-1]._replace(finish="length")
-        else:
-            matched = reason.get("matched")
-            new[-1] = new[-1]._replace(finish="stop", stop_token=matched if isinstance(matched, int) else new[-1].token)
-        return new, None
+        matched = reason.get("matched")
+        return last_token(new, reason["type"], matched if isinstance(matched, int) else None)
 
     def _failure(self, reason: Mapping[str, Any]) -> SequenceFailure:
         """Of an abort: the engine's status code says whose fault it is."""
@@ -155,7 +150,6 @@ def _best(entries: Seq[Any] | None, top: int) -> tuple[tuple[int, float], ...]:
 
 log = structlog.get_logger("engine")
 
-HEALTH_S = 0.5
 RELEASED_S = 1.0  # from the release of a prompt to its abort, if it has not ended
 LOAD_S = 0.1  # between two readings while there are outputs
 
@@ -199,44 +193,35 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         self._processes = processes
         self._numbers = itertools.count()
         self._loads_read = float("-inf")
-        self._options = options
+        self.options = options
         self._slots = asyncio.Semaphore(slots)
-        self._together: dict[str, list[asyncio.Task[None]]] = {}  # prompts in computation, by their handoff
+        self._together: dict[str, set[asyncio.Task[None]]] = {}  # prompts in computation, by their handoff
 
     def launch(self, sequence: ActiveSequence[SglangCall]) -> None:
-        """Submit a sequence."""
-        if sequence.cancelled or self._broken:
-            return
-        call = sequence.call
-        if call.missing:  # routers place it again
-            self._fail(sequence, Code.transfer_failed, call.missing)
-            return
-        work = self._prefill(sequence) if self._options.role == "prefill" else self._follow(sequence)
-        sequence.task = self._loop.task(work, f"sequence {sequence.key!r:.60}")
-        if self._options.role == "prefill":
-            self._together.setdefault(call.handoff, []).append(sequence.task)
-            sequence.task.add_done_callback(lambda task: self._forget(call.handoff, task))
+        super().launch(sequence)
+        if self.options.role == "prefill" and (task := sequence.task) is not None:
+            handoff = sequence.call.handoff
+            self._together.setdefault(handoff, set()).add(task)
+            task.add_done_callback(lambda task: self._forget(handoff, task))
 
     def _forget(self, handoff: str, task: "asyncio.Task[None]") -> None:
-        tasks = self._together.get(handoff, [])
-        if task in tasks:
-            tasks.remove(task)
-        if not tasks:
-            self._together.pop(handoff, None)
+        self._together[handoff].discard(task)
+        if not self._together[handoff]:
+            del self._together[handoff]
 
     def abort(self, sequence: ActiveSequence[SglangCall]) -> None:
-        """Abort a sequence: SGLang aborts requests whose stream is no longer iterated, in any phase.
+        """Abort a sequence.
 
         On a prefill worker all choices of a request are handed over and released as one. A prompt that was fetched ends
         by itself a moment after its release.
         """
-        if self._options.role == "prefill" and not sequence.cancelled:
+        if self.options.role == "prefill" and not sequence.cancelled:
             self._loop.later(RELEASED_S, self._cancel, sequence.call.handoff)
-        elif sequence.task is not None:
-            sequence.task.cancel()
+        else:
+            super().abort(sequence)
 
     def _cancel(self, handoff: str) -> None:
-        for task in list(self._together.get(handoff, [])):
+        for task in self._together.get(handoff, ()):
             task.cancel()
 
     async def _prefill(self, sequence: ActiveSequence[SglangCall]) -> None:
@@ -259,6 +244,12 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
                 log.warning("prompt_not_computed", error=repr(error))
 
     async def _follow(self, sequence: ActiveSequence[SglangCall]) -> None:
+        if sequence.call.missing:  # routers place it again
+            self._fail(sequence, Code.transfer_failed, sequence.call.missing)
+            return
+        if self.options.role == "prefill":
+            await self._prefill(sequence)
+            return
         said: list[int] = []
         try:
             prepared = sequence.call.prepare(said)
@@ -278,12 +269,12 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
             stops=prepared.stops,
             least=prepared.least,
             goes_on=prepared.goes_on,
-            adopted=bool(self._options.layout),
+            adopted=bool(self.options.layout),
         )
         before = len(said)
         stream = await self._llm.async_generate(**prepared.arguments, rid=self._name(), stream=True)
         try:
-            async with asyncio.timeout(self._options.wait_s or None) as first:  # for the prompt's KV
+            async with asyncio.timeout(self.options.wait_s or None) as first:  # for the prompt's KV
                 async for chunk in stream:
                     first.reschedule(None)
                     said += self._on_chunk(sequence, cursor, chunk)
@@ -304,10 +295,7 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         if sequence.cancelled:
             return []
         self._read_loads()
-        cached = None
-        if new and not sequence.responded:
-            sequence.responded = True
-            cached = min(max(0, int(info.get("cached_tokens") or 0)), sequence.prompt_len)
+        cached = sequence.first_output(info.get("cached_tokens")) if new else None
         scored = self._scored(sequence, info) if new else None
         if new or failure is not None:
             self._emit(SequenceUpdate(sequence, cached, new, failure, None, scored))
@@ -338,17 +326,16 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
             return
         code, message = Code.engine_error, str(error) or type(error).__name__
         if isinstance(error, TimeoutError):
-            code, message = Code.transfer_failed, f"no KV came from the prefill engine in {self._options.wait_s:g} s"
+            code, message = Code.transfer_failed, f"no KV came from the prefill engine in {self.options.wait_s:g} s"
         elif isinstance(error, ValueError | TypeError) and not sequence.responded:  # it refuses the request
             code = Code.invalid_request
         self._fail(sequence, code, message)
 
-    async def watch(self) -> None:
-        """Look after the engine's processes: one can end while there are no requests."""
-        while not self._broken:
-            await asyncio.sleep(HEALTH_S)
-            try:
-                self._processes.check()
-                await self._take_loads()
-            except Exception as error:
-                self.broken(error)
+    async def check(self) -> None:
+        """Look after the engine's processes, and note the load.
+
+        Raises:
+            EngineError: one has ended.
+        """
+        self._processes.check()
+        await self._take_loads()

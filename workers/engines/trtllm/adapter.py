@@ -2,27 +2,22 @@
 
 import itertools
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
-
-from prometheus_client.registry import Collector
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.adapter import AdapterError, AdapterFolder
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
-from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.embeddings import TEXT_ONLY, EmbeddingPool
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
-from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineLoras, unreadable
+from penstock.workers.engines.external.engine import LORA_S, Adapter, BlockCounts, EngineLoras, unreadable
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
-from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.api import TrtllmApi
 from penstock.workers.engines.trtllm.args import LORA_MODULES
-from penstock.workers.engines.trtllm.engine_health import KvEvents, QueueReader, Stats
+from penstock.workers.engines.trtllm.engine_health import KvEvents, Stats
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, check, prepare
 from penstock.workers.engines.trtllm.follower import TrtllmCall, TrtllmFollower
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
@@ -71,79 +66,18 @@ def loras(
     return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, lambda identity, asked: None)
 
 
-class TrtllmAdapter:
-    """Implements ``penstock.workers.engines.external.engine.Adapter``.
+class TrtllmBlocks:
+    """Implements ``external.engine.KnownBlocks``: names of all ranks' blocks, and the pool in the latest statistic."""
 
-    KV moves through TensorRT-LLM's own cache transceiver: handoffs are ``opaque``, ``memory`` has embeddings only.
-
-    Args:
-        runtime: its resources are the engine, then its loop.
-        image_slots: images of prompts; None: the model takes none.
-    Attributes:
-        watch: reads the engine's queues.
-        liveness: what it sees of the engine.
-    """
-
-    title = "TensorRT-LLM"
-    linger_s = 0.0
-
-    def __init__(
-        self,
-        info: EngineInfo,
-        runtime: EngineRuntime[TrtllmApi],
-        options: TrtllmOptions,
-        metrics: NativeMetrics,
-        image_slots: ImageSlotStore | None = None,
-    ) -> None:
-        self.vision: EmbeddingPool | None = None
-        if image_slots is not None:
-            self.vision = EmbeddingPool(image_slots, image_slots.mark_embedded, image_slots.alike)
-        self._info = info
-        self.options = options
+    def __init__(self, info: EngineInfo, roots: Roots, metrics: NativeMetrics) -> None:
+        self._translators = [TrtllmEventTranslator(info.block_size, roots) for _ in range(info.dp_size)]
+        self._pool = stats.PoolCounts(info.total_blocks, 0, info.total_blocks)
         self._metrics = metrics
-        self._follower = TrtllmFollower(runtime, options, metrics)
-        self.liveness = self._follower.liveness
-        self._roots = Roots(info.block_size, options.root)
-        self._translators = [TrtllmEventTranslator(info.block_size, self._roots) for _ in range(info.dp_size)]
-        self._blocks = stats.PoolCounts(info.total_blocks, 0, info.total_blocks)
-        self._consumed = ConsumedStates()
-        self.watch = QueueReader(
-            runtime.llm,
-            self.liveness,
-            runtime.inbox.put,
-            self._follower.broken,
-            ask=self._follower.ask,
-            beat=self._follower.beat,
-            events=info.kv_events,
-            stats=options.publish,
-        )
-        self.watch.start()
-        runtime.resources.callback(self.watch.close)  # before the engine
 
-    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[TrtllmCall]:
-        check(request, self._info, self.options.prompt_limit)
-        if request.media:
-            if self.vision is None:
-                raise RequestError(Code.invalid_request, TEXT_ONLY)
-            self.vision.check(request.media, len(request.prompt), adopted=bool(request.opaque))
-        prepared = prepare(request, self._info, self.options, self._consumed)
-        if lora is not None:
-            prepared.arguments["lora_request"] = lora
-        self._roots.learn(request.prompt, request.root or self.options.root, (m.digest for m in request.media))
-        return ActiveSequence(request, TrtllmCall(prepared.adopted, prepared))
-
-    def launch(self, sequence: ActiveSequence[TrtllmCall]) -> None:
-        """Submit a sequence; called in the loop thread."""
-        self._follower.launch(sequence)
-        self.watch.read()
-
-    def abort(self, sequence: ActiveSequence[TrtllmCall]) -> None:
-        self._follower.abort(sequence)
-
-    def kv_events(self, event: KvEvents | Stats) -> dict[int, list[KvEvent]]:
+    def take(self, event: KvEvents | Stats) -> dict[int, list[KvEvent]]:
         if isinstance(event, Stats):
             for stat in event.stats:
-                self._blocks = stats.pool_counts(stat) or self._blocks
+                self._pool = stats.pool_counts(stat) or self._pool
                 self._metrics.observe(stat)
             return {}
         found = {rank: translator.forget() for rank, translator in enumerate(self._translators)} if event.lost else {}
@@ -153,8 +87,8 @@ class TrtllmAdapter:
         self._metrics.lost(sum(translator.counts.lost for translator in self._translators))
         return found
 
-    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
-        total, used, free = self._blocks
+    def counts(self, *, active: bool, pinned: int) -> BlockCounts:
+        total, used, free = self._pool
         if not active and not pinned:  # its last statistic may be from before the end of the last request
             used, free = 0, total
         cached = min(free, sum(translator.names for translator in self._translators))
@@ -163,17 +97,33 @@ class TrtllmAdapter:
     def dump(self, rank: int) -> list[KvEvent]:
         return self._translators[rank].dump()
 
-    @property
-    def served(self) -> ServedOptions:
-        """What the engine does with sampling options."""
-        return self.options.served
 
-    def ask_for_token(self, seconds: float) -> bool:
-        """Have the engine generate a token outside of all requests; False: it did not come in time."""
-        return self._follower.ask().wait(seconds)
+def adapter_of(
+    info: EngineInfo,
+    runtime: EngineRuntime[TrtllmApi],
+    options: TrtllmOptions,
+    metrics: NativeMetrics,
+    image_slots: ImageSlotStore | None = None,
+) -> Adapter[TrtllmCall]:
+    """KV moves through TensorRT-LLM's own cache transceiver: handoffs are ``opaque``, and only embeddings have memory.
 
-    def memory(self) -> dict[str, Memory]:
-        return {} if self.vision is None else self.vision.memory()
+    Args:
+        image_slots: images of prompts; None: the model takes none.
+    """
+    vision = None if image_slots is None else EmbeddingPool(image_slots, image_slots.mark_embedded, image_slots.alike)
+    roots, consumed = Roots(info.block_size, options.root), ConsumedStates()
 
-    def collectors(self) -> Seq[Collector]:
-        return [self._metrics]
+    def accept(request: SequenceRequest, lora: Any) -> ActiveSequence[TrtllmCall]:
+        check(request, info, options.prompt_limit)
+        if request.media:
+            if vision is None:
+                raise RequestError(Code.invalid_request, TEXT_ONLY)
+            vision.check(request.media, len(request.prompt), adopted=bool(request.opaque))
+        prepared = prepare(request, info, options, consumed)
+        if lora is not None:
+            prepared.arguments["lora_request"] = lora
+        roots.learn(request.prompt, request.root or options.root, (m.digest for m in request.media))
+        return ActiveSequence(request, TrtllmCall(prepared.adopted, prepared))
+
+    follower = TrtllmFollower(runtime, options, metrics, kv_events=info.kv_events)
+    return Adapter("TensorRT-LLM", accept, follower, TrtllmBlocks(info, roots, metrics), vision, [metrics])

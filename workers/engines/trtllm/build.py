@@ -49,7 +49,7 @@ from penstock.workers.engines.native.model.embedding_slots import dtype_of
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import engine_inputs, follower
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
-from penstock.workers.engines.trtllm.adapter import TrtllmAdapter, loras
+from penstock.workers.engines.trtllm.adapter import adapter_of, loras
 from penstock.workers.engines.trtllm.api import TrtllmApi, container, load_trtllm, set_log_level
 from penstock.workers.engines.trtllm.args import (
     AS_1_2,
@@ -211,7 +211,7 @@ def from_settings(
         )
         runtime = EngineRuntime(llm, plan.api, loop, undo.pop_all())
     adapters = loras(runtime, settings, options.one_token) if settings.lora_slots else None
-    adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
+    adapter = adapter_of(info, runtime, options, metrics, image_slots)
     log.info("trtllm_ready", layout=options.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return ExternalEngine(info, runtime, adapter, plan.grammars if info.constraints else None, adapters)
 

@@ -21,12 +21,11 @@ import structlog
 from penstock.infra.constraints.llguidance_releases import for_release
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
-from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import check_sampling, seed_of, shape, stop_ids
-from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token, logprob_of
+from penstock.workers.engines.external.sequences import SequenceFailure, Token, last_token, logprob_at
 from penstock.workers.engines.support import ServedOptions, problem
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm.engine_health import ANSWER_S, QUIET_S
@@ -83,7 +82,8 @@ class TrtllmOutputCursor:
             token = token_ids[at]
             self.reported += 1
             ends = self._ends(token)
-            value = self._logprob(token, at, len(token_ids), logprobs)
+            # With fewer entries than tokens, the entries of a prefill worker's tokens are missing at the front.
+            value = logprob_at(logprobs, at - len(token_ids) + len(logprobs or ()), token, self._top)
             new.append(Token(token, ends, value, token if ends == "stop" else None))
             if ends:
                 self.finished = True
@@ -117,20 +117,8 @@ class TrtllmOutputCursor:
         trimmed = stop_reason if isinstance(stop_reason, int) else self._end_id if stop_reason is None else -1
         if finish == "stop" and trimmed >= 0:  # our protocol includes the stop token
             self.reported += 1
-            value = Logprob(MISSING) if self._top is not None else None
-            return [*new, Token(trimmed, "stop", value, trimmed)], None
-        if new:
-            return [*new[:-1], new[-1]._replace(finish=finish)], None
-        return [], SequenceFailure(Code.engine_error, f"the engine ended the output ({finish}) without a last token")
-
-    def _logprob(self, token: int, at: int, length: int, logprobs: Seq[Any] | None) -> Logprob | None:
-        if self._top is None:
-            return None
-        # With fewer entries than tokens, the entries of a prefill worker's tokens are missing at the front.
-        place = at - (length - len(logprobs)) if logprobs else -1
-        if not logprobs or not 0 <= place < len(logprobs):
-            return Logprob(MISSING)
-        return logprob_of(logprobs[place], token, self._top)
+            return [*new, Token(trimmed, "stop", logprob_at((), 0, trimmed, self._top), trimmed)], None
+        return last_token(new, finish)
 
 
 class OutputPart(NamedTuple):

@@ -26,7 +26,7 @@ from penstock.workers.engines.external.sequences import (
 )
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm.api import TrtllmApi
-from penstock.workers.engines.trtllm.engine_health import Liveness
+from penstock.workers.engines.trtllm.engine_health import Liveness, QueueReader
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmInputs, TrtllmOptions
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics, measured_times
 
@@ -91,19 +91,44 @@ class TrtllmCall:
 
 
 class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
-    """Follows one ``LLM``."""
+    """Follows one ``LLM``.
 
-    def __init__(self, runtime: EngineRuntime[TrtllmApi], options: TrtllmOptions, metrics: NativeMetrics) -> None:
+    Attributes:
+        queues: reads the engine's other queues, from the first request on.
+        liveness: what is seen of the engine.
+    """
+
+    def __init__(
+        self,
+        runtime: EngineRuntime[TrtllmApi],
+        options: TrtllmOptions,
+        metrics: NativeMetrics,
+        *,
+        kv_events: bool = False,
+    ) -> None:
         super().__init__(runtime)
-        self._options = options
+        self.options = options
         self._metrics = metrics
         self.liveness = Liveness(time.monotonic(), quiet_s=options.quiet_s, answer_s=options.answer_s)
         self._repeats: bool | None = None  # whether an adopted output begins with the prefill engine's tokens
+        self.queues = QueueReader(
+            runtime.llm,
+            self.liveness,
+            self._emit,
+            self.broken,
+            ask=self.ask,
+            beat=self.beat,
+            events=kv_events,
+            stats=options.publish,
+        )
+        self.queues.start()
+        runtime.resources.callback(self.queues.close)  # before the engine
 
     # --- requests ---
 
     def launch(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Submit a sequence."""
+        self.queues.read()
         prepared, sequence.call.prepared = sequence.call.prepared, None
         if sequence.cancelled or self._broken or prepared is None:
             return
@@ -113,19 +138,20 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         except Exception as error:
             self._failed(sequence, error, at_call=True)
             return
-        sequence.task = self._loop.task(self._follow(sequence, prepared), f"sequence {sequence.call.result.request_id}")
+        name = f"sequence {sequence.call.result.request_id}"
+        sequence.task = self._loop.task(self._follow_result(sequence, prepared), name)
         if sequence.call.adopted:
-            self._loop.later(self._options.abort_hold_s + FETCH_MORE_S, self._not_fetched, sequence)
+            self._loop.later(self.options.abort_hold_s + FETCH_MORE_S, self._not_fetched, sequence)
 
     def _not_fetched(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Give a sequence up whose KV never came: TensorRT-LLM can lose a block before it was sent, and waits on."""
         if sequence.responded or sequence.cancelled or self._broken:
             return
         sequence.cancelled = True  # aborting it is unsafe while its KV may still be on its way
-        log.warning("kv_never_came", seconds=self._options.abort_hold_s + FETCH_MORE_S)
+        log.warning("kv_never_came", seconds=self.options.abort_hold_s + FETCH_MORE_S)
         self._fail(sequence, Code.transfer_failed, "the prompt's KV did not come from the prefill worker's engine")
 
-    async def _follow(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs) -> None:
+    async def _follow_result(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs) -> None:
         try:
             async for response in sequence.call.result:
                 self._on_output(sequence, prepared, response)
@@ -137,7 +163,7 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         self._metrics.finished(getattr(sequence.call.result, "metrics_dict", None))
 
     def _on_output(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs, response: Any) -> None:
-        first, sequence.responded = not sequence.responded, True
+        cached = sequence.first_output(getattr(response, "cached_tokens", 0))
         self.liveness.generated(time.monotonic())
         if sequence.cancelled:
             self.abort(sequence)
@@ -151,18 +177,15 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         if sequence.call.adopted and self._repeats is None and cursor.repeats is not None:
             self._repeats = cursor.repeats
             log.info("adopted_outputs", repeat_prefill_tokens=cursor.repeats)
-        cached = None
-        if first:
-            cached = min(max(0, int(getattr(response, "cached_tokens", 0) or 0)), sequence.prompt_len)
         opaque = None
         if params is not None and (params.opaque_state or getattr(params, "ctx_info_endpoint", None)):
             try:
-                opaque = disagg.pack(params, self._options.layout, prepared.tokens)
+                opaque = disagg.pack(params, self.options.layout, prepared.tokens)
             except (TypeError, ValueError) as error:  # only this request fails
                 failure = SequenceFailure(Code.transfer_failed, f"its handoff state cannot be sent: {error}")
                 log.error("handoff_state_unpackable", error=repr(error))
         scored = sequence.scored(output.prompt_logprobs) if sequence.score else None
-        if new or failure is not None or opaque is not None or first or scored is not None:
+        if new or failure is not None or opaque is not None or cached is not None or scored is not None:
             traced = sequence.trace is not None and output.finish_reason
             measured = measured_times(output.request_perf_metrics) if traced else None
             self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored, measured))
@@ -181,7 +204,7 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         if sequence.call.result is None or sequence.call.aborted or sequence.call.result.finished:
             return
         if sequence.call.adopted and not sequence.responded:
-            self._loop.later(self._options.abort_hold_s, self._abort_now, sequence)
+            self._loop.later(self.options.abort_hold_s, self._abort_now, sequence)
             return
         self._abort_now(sequence)
 
@@ -215,7 +238,7 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
 
     async def _generate_one(self, came: threading.Event) -> None:
         try:
-            await self._llm.generate_async(**self._options.one_token()).aresult()
+            await self._llm.generate_async(**self.options.one_token()).aresult()
         except Exception as error:
             if not is_request_error(error, self._api.request_error, at_call=True):
                 self.broken(error)

@@ -6,29 +6,26 @@ Statistics of vLLM's scheduler for ``EngineStats``, in addition to vLLM's own me
 """
 
 import itertools
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import msgspec
-from prometheus_client.registry import Collector
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.adapter import AdapterError, AdapterFolder
-from penstock.schemas.kv import KvEvent
-from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.embeddings import EmbeddingPool
 from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest
-from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineLoras, unreadable
+from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, unreadable
 from penstock.workers.engines.external.engine_metrics import NativeSeries
-from penstock.workers.engines.external.event_streams import EventStreams, KvPayloads
+from penstock.workers.engines.external.event_streams import KV_EVENTS_S, EventStreams
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.vllm.api import VllmApi
-from penstock.workers.engines.vllm.engine_inputs import VllmOptions, check, prepare
+from penstock.workers.engines.vllm.engine_inputs import VllmInputs, VllmOptions, check, prepare
 from penstock.workers.engines.vllm.follower import VllmCall, VllmFollower
 
 PREFIX = "vllm:"  # of vLLM's own metrics
+HEALTH_S = 1.0
 
 
 class SchedulerStats:
@@ -95,68 +92,35 @@ def loras(runtime: EngineRuntime[VllmApi], settings: WorkerSettings) -> EngineLo
     return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, drop)
 
 
-class VllmAdapter:
-    """Implements ``penstock.workers.engines.external.engine.Adapter``.
+def adapter_of(
+    info: EngineInfo, runtime: EngineRuntime[VllmApi], options: VllmOptions, scheduler: SchedulerStats
+) -> Adapter[VllmCall]:
+    """KV moves through vLLM's own NIXL connector: handoffs are ``opaque``. Memory is for images only."""
+    images, consumed = options.images, ConsumedStates()
+    vision = None if images is None else EmbeddingPool(images, images.mark_embedded, images.alike)
 
-    KV moves through vLLM's own NIXL connector: handoffs are ``opaque``, ``memory`` has embeddings of images alone.
+    def accept(request: SequenceRequest, lora: Any) -> ActiveSequence[VllmCall]:
+        check(request, info, options)
+        if request.media and vision is not None:
+            vision.check(request.media, len(request.prompt), adopted=False)
 
-    Args:
-        runtime: its resources are the subscribers, then the engine, then its loop.
-    """
+        def without_handoff() -> VllmInputs:
+            return prepare(msgspec.structs.replace(request, opaque=b""), info, options, consumed)
 
-    title = "vLLM"
-    linger_s = 0.1  # KV events come over another channel than the outputs
-
-    def __init__(
-        self,
-        info: EngineInfo,
-        runtime: EngineRuntime[VllmApi],
-        options: VllmOptions,
-        scheduler: SchedulerStats,
-    ) -> None:
-        self._info = info
-        self._options = options
-        self._scheduler = scheduler
-        self.vision: EmbeddingPool | None = None
-        if (images := options.images) is not None:
-            self.vision = EmbeddingPool(images, images.mark_embedded, images.alike)
-        self._follower = VllmFollower(runtime, options)
-        self._streams = EventStreams(info.dp_size, info.block_size, options.root)
-        self._consumed = ConsumedStates()
-        loop = runtime.loop
-        loop.post(lambda: loop.task(self._follower.watch(), "health"))
-
-    def accept(self, request: SequenceRequest, lora: Any = None) -> ActiveSequence[VllmCall]:
-        check(request, self._info, self._options)
-        if request.media and self.vision is not None:
-            self.vision.check(request.media, len(request.prompt), adopted=False)
-
-        def without_handoff() -> Any:
-            return prepare(msgspec.structs.replace(request, opaque=b""), self._info, self._options, self._consumed)
-
-        prepared = prepare(request, self._info, self._options, self._consumed)
+        prepared = prepare(request, info, options, consumed)
         return ActiveSequence(request, VllmCall(prepared, without_handoff, request.sampling.logprobs, lora))
 
-    def launch(self, sequence: ActiveSequence[VllmCall]) -> None:
-        self._follower.launch(sequence)
+    def load() -> tuple[int, int]:
+        return round(scheduler.used * info.total_blocks), scheduler.preemptions
 
-    def abort(self, sequence: ActiveSequence[VllmCall]) -> None:
-        self._follower.abort(sequence)
-
-    def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
-        return self._streams.feed(event)
-
-    def block_counts(self, *, active: bool, pinned: int) -> BlockCounts:
-        total = self._info.total_blocks
-        used = round(self._scheduler.used * total) if active else 0  # outdated once nothing runs
-        return self._streams.block_counts(total, used, pinned, self._scheduler.preemptions)
-
-    def dump(self, rank: int) -> list[KvEvent]:
-        return self._streams.dump(rank)
-
-    def memory(self) -> dict[str, Memory]:
-        images = self._options.images
-        return {} if self.vision is None or images is None or images.pool is None else self.vision.memory()
-
-    def collectors(self) -> Seq[Collector]:
-        return [NativeSeries(PREFIX)]
+    follower = VllmFollower(runtime, options)
+    follower.watch(lambda: runtime.llm.check_health(), HEALTH_S)
+    return Adapter(
+        "vLLM",
+        accept,
+        follower,
+        EventStreams(info, options.root, load),
+        vision,
+        [NativeSeries(PREFIX)],
+        KV_EVENTS_S,
+    )

@@ -40,7 +40,7 @@ from penstock.workers.engines.external.runtime import (
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.embedding_slots import dtype_of
 from penstock.workers.engines.vllm import plugin
-from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmAdapter, loras
+from penstock.workers.engines.vllm.adapter import SchedulerStats, adapter_of, loras
 from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, layout, resolve
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
@@ -125,7 +125,7 @@ def from_settings(
             info = msgspec.structs.replace(info, media_with_kv=True)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapters = loras(runtime, settings) if settings.lora_slots else None
-        adapter = VllmAdapter(info, runtime, options, scheduler)
+        adapter = adapter_of(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=group.gpus)
 

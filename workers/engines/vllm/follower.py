@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import structlog
 
 from penstock.schemas.errors import Code
-from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import (
-    MISSING,
     NO_REASON,
     ActiveSequence,
     Follower,
     SequenceFailure,
     SequenceUpdate,
     Token,
-    logprob_of,
+    last_token,
+    logprob_at,
 )
 from penstock.workers.engines.vllm import engine_inputs
 from penstock.workers.engines.vllm.api import VllmApi
@@ -71,7 +70,7 @@ class VllmOutputCursor:
                 if token != self._known.pop(0):
                     raise Diverged
                 continue
-            new.append(Token(token, "", self._logprob(token, at, logprobs)))
+            new.append(Token(token, "", logprob_at(logprobs, at, token, self._top)))
         if finish is None:
             return new, None
         if finish in ("stop", "repetition", "length") and self._known:
@@ -79,16 +78,8 @@ class VllmOutputCursor:
         self.finished = True
         if finish in ("abort", "error"):
             return new, self._failed(finish)
-        if not new:
-            return [], SequenceFailure(
-                Code.engine_error, f"the engine ended the output ({finish}) without a last token"
-            )
-        if finish == "length":
-            new[-1] = new[-1]._replace(finish="length")
-        else:
-            token = stop_reason if isinstance(stop_reason, int) else new[-1].token
-            new[-1] = new[-1]._replace(finish="stop", stop_token=token)
-        return new, None
+        stop_token = stop_reason if isinstance(stop_reason, int) else None
+        return last_token(new, "length" if finish == "length" else "stop", stop_token)
 
     def _failed(self, finish: str) -> SequenceFailure:
         if finish == "abort":
@@ -96,17 +87,9 @@ class VllmOutputCursor:
         code = Code.transfer_failed if self._adopted else Code.engine_error
         return SequenceFailure(code, "the engine failed on this request; see its log")
 
-    def _logprob(self, token: int, at: int, logprobs: Seq[Any] | None) -> Logprob | None:
-        if self._top is None:
-            return None
-        if logprobs is None or at >= len(logprobs):
-            return Logprob(MISSING)
-        return logprob_of(logprobs[at], token, self._top)
-
 
 log = structlog.get_logger("engine")
 
-HEALTH_S = 1.0
 OTHER_TOKENS = (
     "vLLM's image processor made other tokens of an image than the gateway counted; serve this model's images with the "
     "native engine"
@@ -136,16 +119,6 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         self._layout = options.layout
         self._images = options.images
         self._numbers = itertools.count()
-
-    def launch(self, sequence: ActiveSequence[VllmCall]) -> None:
-        """Submit a sequence."""
-        if not sequence.cancelled and not self._broken:
-            sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
-
-    def abort(self, sequence: ActiveSequence[VllmCall]) -> None:
-        """Abort a sequence: vLLM aborts requests whose stream is no longer iterated, in any phase."""
-        if sequence.task is not None:
-            sequence.task.cancel()
 
     async def _follow(self, sequence: ActiveSequence[VllmCall]) -> None:
         try:
@@ -196,10 +169,7 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         opaque = None
         if sequence.pin and output.kv_transfer_params and new:
             opaque = engine_inputs.pack(output.kv_transfer_params, self._layout, prepared.computed, new[-1].token)
-        cached = None
-        if new and not sequence.responded:
-            sequence.responded = True
-            cached = min(max(0, int(output.num_cached_tokens or 0)), sequence.prompt_len)
+        cached = sequence.first_output(output.num_cached_tokens) if new else None
         scored = sequence.scored(output.prompt_logprobs[1:]) if sequence.score and output.prompt_logprobs else None
         if new or failure is not None or scored is not None:
             self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored))
@@ -216,12 +186,3 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         if isinstance(error, NotImplementedError):
             return Code.unsupported
         return Code.invalid_request if isinstance(error, self._api.refusals) else Code.engine_error
-
-    async def watch(self) -> None:
-        """Poll the engine's health: it can fail while it has no requests."""
-        while not self._broken:
-            await asyncio.sleep(HEALTH_S)
-            try:
-                await self._llm.check_health()
-            except Exception as error:
-                self.broken(error)

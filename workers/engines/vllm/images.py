@@ -138,9 +138,8 @@ class ImageStore:
         grids = [(steps, rows * merge, columns * merge) for steps, rows, columns in (span.grid for span in spans)]
         return {"image_embeds": torch.cat(rows), "image_grid_thw": torch.tensor(grids)}
 
-    def memory(self) -> Memory:
-        assert self.pool is not None
-        return self.pool.memory()
+    def memory(self) -> Memory | None:
+        return None if self.pool is None else self.pool.memory()
 
     def close(self) -> None:
         self._files.clear()

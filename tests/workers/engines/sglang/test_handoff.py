@@ -153,7 +153,7 @@ def test_a_prefill_engine_that_is_gone_costs_the_attempt(pair: tuple[Driver, Dri
 def test_kv_that_does_not_come_in_time_costs_the_attempt(make: Make) -> None:
     source, target = make(role="prefill"), make(role="decode", handoff_lease_s=0.1)
     layout = source.engine.info.handoff_layout
-    port = source.engine.adapter.options.address.port  # type: ignore[attr-defined]
+    port = source.engine.adapter.follower.options.address.port  # type: ignore[attr-defined]
     never = engine_inputs.pack(Address("127.0.0.1", port), "never:1", layout, PROMPT)
     (failure,) = target.run(ask(1, PROMPT, 3, opaque=never)).failures
     assert (failure.code, failure.message) == (Code.transfer_failed, "no KV came from the prefill engine in 0.1 s")

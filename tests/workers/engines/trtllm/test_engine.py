@@ -176,7 +176,7 @@ def test_without_chunks_a_prompt_longer_than_a_step_is_refused(make: Make) -> No
         max_model_len=64,
         override_engine_args='{"enable_chunked_prefill": false, "max_seq_len": 64, "max_num_tokens": 64}',
     )
-    assert engine.adapter.options.prompt_limit == 64
+    assert engine.adapter.follower.options.prompt_limit == 64
 
 
 def test_a_request_error_fails_its_request_and_no_other(make: Make, prompt: list[int], monkeypatch: Any) -> None:
@@ -423,7 +423,7 @@ def test_switched_off_it_reads_and_reports_nothing(make: Make, prompt: list[int]
     results = run(engine, ask("a", prompt, 8, ignore_eos=True))
     assert results.events == []
     assert not engine.info.kv_events
-    watch = engine.adapter.watch
+    watch = engine.adapter.follower.queues
     assert (watch.events.wanted, watch.stats.wanted) == (False, False)
 
 

@@ -68,7 +68,7 @@ def test_a_process_that_hangs_is_noticed_while_requests_run(make: Make, monkeypa
 
     monkeypatch.setattr(engine_health, "POLL_LATE_S", 0.3)
     engine = make()
-    engine.adapter.watch.watch_s = 0.05
+    engine.adapter.follower.queues.watch_s = 0.05
     engine.submit(ask("a", PROMPT, 400, ignore_eos=True))
     until(engine, lambda results: bool(results.tokens("a")))
     hooks.freeze(llm_of(engine))
@@ -86,7 +86,7 @@ def test_and_while_it_is_idle(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(engine_health, "POLL_LATE_S", 0.3)
     engine = make()
-    engine.adapter.watch.watch_s = 0.05
+    engine.adapter.follower.queues.watch_s = 0.05
     run(engine, ask("a", PROMPT, 2))
     until(engine, lambda results: not engine.has_work())
     hooks.freeze(llm_of(engine))
@@ -107,9 +107,9 @@ def test_an_engine_that_answers_polls_and_generates_nothing_is_noticed(make: Mak
     from tensorrt_llm._standin import hooks
 
     engine = make()
-    signs = engine.adapter.liveness
+    signs = engine.adapter.follower.liveness
     signs.quiet_s, signs.answer_s = 0.2, 0.3
-    engine.adapter.watch.watch_s = 0.05
+    engine.adapter.follower.queues.watch_s = 0.05
     hooks.hold(llm_of(engine))
     if busy:
         engine.submit(ask("a", PROMPT, 4))
@@ -120,9 +120,9 @@ def test_an_engine_that_answers_polls_and_generates_nothing_is_noticed(make: Mak
 
 def test_an_idle_engine_that_generates_is_asked_again_and_again_and_stays(make: Make) -> None:
     engine = make()
-    signs = engine.adapter.liveness
+    signs = engine.adapter.follower.liveness
     signs.quiet_s = 0.05
-    engine.adapter.watch.watch_s = 0.02
+    engine.adapter.follower.queues.watch_s = 0.02
     answers: list[float] = []
     real = signs.answered
     signs.answered = lambda now: (answers.append(now), real(now))

@@ -18,7 +18,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def served(engine: Any) -> ServedOptions:
-    found: ServedOptions = engine.adapter.options.served
+    found: ServedOptions = engine.adapter.follower.options.served
     return found
 
 
