@@ -79,7 +79,7 @@ def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
 def test_a_scheduler_that_dies_is_an_engine_error_also_without_requests(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.workers.engines.sglang.follower.HEALTH_S", 0.02)
+    monkeypatch.setattr("penstock.workers.engines.sglang.adapter.HEALTH_S", 0.02)
     driver = make()
     llm = inner(driver)
     assert not llm.tokenizer_manager._subprocess_watchdog.running  # it would end this process
@@ -91,7 +91,7 @@ def test_a_scheduler_that_dies_is_an_engine_error_also_without_requests(
 
 
 def test_the_death_of_one_rank_of_several_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.engines.sglang.follower.HEALTH_S", 0.02)
+    monkeypatch.setattr("penstock.workers.engines.sglang.adapter.HEALTH_S", 0.02)
     driver = make(override_engine_args='{"dp_size": 2}')
     driver.engine.submit(ask(0, PROMPT, 300, rank=0))
     inner(driver).processes[1].kill()

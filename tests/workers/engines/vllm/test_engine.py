@@ -110,7 +110,7 @@ def test_an_engine_that_dies_is_an_engine_error_at_the_next_step(make: Make) -> 
 
 
 def test_an_engine_that_dies_idle_is_found_by_its_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.engines.vllm.follower.HEALTH_S", 0.02)
+    monkeypatch.setattr("penstock.workers.engines.vllm.adapter.HEALTH_S", 0.02)
     driver = make()
     inner(driver).core.dead = True
     with pytest.raises(EngineError, match="EngineDeadError"):
