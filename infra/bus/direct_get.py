@@ -168,6 +168,20 @@ async def read(
         after = missed.seq
 
 
+async def get_since(bus: "Bus", stream: str, since_ns: int) -> Entry | None:
+    """The first message stored at or after a Unix time, as the broker's own search finds it: see ``before_time``.
+
+    Raises:
+        ServingError: the stream did not answer in time.
+    """
+    return await _at_or_after(bus, stream, {"start_time": format_time(since_ns)})
+
+
+async def _at_or_after(bus: "Bus", stream: str, query: dict[str, Any]) -> Entry | None:
+    entries, _ = await _batch(bus, stream, {"batch": 1, "max_bytes": BATCH_BYTES, "next_by_subj": ">"} | query)
+    return entries[0] if entries else None
+
+
 async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
     """The sequence of the last message stored before a time, or one from there to the first message stored later.
 
@@ -181,15 +195,11 @@ async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
         ServingError: the stream did not answer in time.
     """
 
-    async def at_or_after(query: dict[str, Any]) -> Entry | None:
-        entries, _ = await _batch(bus, stream, {"batch": 1, "max_bytes": BATCH_BYTES, "next_by_subj": ">"} | query)
-        return entries[0] if entries else None
-
-    found = await at_or_after({"start_time": format_time(since_ns)})
+    found = await get_since(bus, stream, since_ns)
     if found is not None:
         if found.seq == 1:
             return 0
-        before = await at_or_after({"seq": found.seq - 1})
+        before = await _at_or_after(bus, stream, {"seq": found.seq - 1})
         if before is not None and before.seq < found.seq and server_ns(before) < since_ns:
             return before.seq
     end = found.seq - 1 if found is not None else (await stream_end(bus, stream))[0]
@@ -198,7 +208,7 @@ async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
     early, late, step = 0, end + 1, 1  # a message before that time, and where the messages that follow ``end`` are late
     while not early:
         at = max(1, end + 1 - step)
-        entry = await at_or_after({"seq": at})
+        entry = await _at_or_after(bus, stream, {"seq": at})
         if entry is not None and entry.seq < late and server_ns(entry) < since_ns:
             early = entry.seq
         elif at == 1:
@@ -207,7 +217,7 @@ async def before_time(bus: "Bus", stream: str, since_ns: int) -> int:
             late, step = at, 2 * step
     while early + 1 < late:
         middle = (early + late) // 2
-        entry = await at_or_after({"seq": middle})
+        entry = await _at_or_after(bus, stream, {"seq": middle})
         if entry is None or entry.seq >= late or server_ns(entry) >= since_ns:
             late = middle
         else:

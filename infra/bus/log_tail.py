@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.client import Frame, Headers, read_republished
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get_last, read, stream_end
+from penstock.infra.bus.direct_get import Entry, get, get_last, get_since, read, server_ns, stream_end
 from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("bus")
@@ -41,7 +41,8 @@ class LogTail:
 
     Guarantees: every entry that the stream keeps is handled, once and in stream order, through reconnects, restarts of
     the broker and changes of leader. Entries that the stream discards before they are read are skipped. If the stream
-    was recreated or lost its end, everything in it is handled again (``stream_truncated`` in the log).
+    was recreated or lost its end, everything in it is handled again (``stream_truncated`` in the log), also if other
+    messages have taken the sequences of the lost ones.
 
     Follow one subject, or all of a stream: a filter that leaves out part of a stream makes every omission look like a
     gap, which costs a read.
@@ -81,10 +82,12 @@ class LogTail:
         self._starting = True
         self._stopped = False
         self._stale = False  # stored entries may have been missed live
+        self._rewound = 0  # handle everything again from this sequence on; 0: nothing
         self._repair: asyncio.Task[None] | None = None
         self.subscription: Any = None
         self._idle: asyncio.Task[None] | None = None
         self.position = 0  # everything up to this sequence was handled
+        self._newest: Entry | None = None  # of those handled
         self.repairs = 0
 
     @classmethod
@@ -119,7 +122,7 @@ class LogTail:
         self._stopped, self._stale = False, False
         self._held.clear()
         self._since_ns = since_ns
-        self.position = after
+        self.position, self._newest = after, None
         self._bus.on_reconnect.append(self.reconnected)
         try:
             # On one connection: the server registers the subscription before it answers the read.
@@ -155,6 +158,13 @@ class LogTail:
         assert self._repair is not None
         await asyncio.wait([self._repair])
 
+    def rewind(self, seq: int) -> None:
+        """Handle again what is stored from a sequence on that was passed already."""
+        if seq <= self.position:
+            log.error("log_rewound", stream=self._stream, position=self.position, to=seq)
+            self._rewound = min(seq, self._rewound or seq)
+            self._begin_repair()
+
     async def reconnected(self) -> None:
         """Starts a repair without waiting for it: a stream that cannot be read must not delay other hooks."""
         self._stale = True
@@ -178,7 +188,7 @@ class LogTail:
         elif entry.seq > self.position:
             self._held.append(entry)
             self._begin_repair()
-        elif not entry.previous:  # nothing was ever stored on its subject: perhaps a new stream of the same name
+        elif not entry.previous or self._is_newer(entry):  # perhaps of a new stream of the same name, or a lost end
             self._begin_repair()
 
     def _follows(self, entry: Entry) -> bool:
@@ -186,8 +196,12 @@ class LogTail:
         position = self.position
         return entry.seq == position + 1 or (self._single and entry.previous <= position < entry.seq)
 
+    def _is_newer(self, entry: Entry) -> bool:
+        """Whether an entry was stored after all that were handled, whatever its sequence."""
+        return self._newest is not None and server_ns(entry) > server_ns(self._newest)
+
     def _deliver(self, entry: Entry) -> None:
-        self.position = entry.seq
+        self.position, self._newest = entry.seq, entry
         try:
             self._handle(entry)
         except Exception:
@@ -200,7 +214,7 @@ class LogTail:
             if self._follows(held[0]):
                 self._deliver(held.popleft())
             elif held[0].seq <= self.position:
-                held.popleft()
+                self._stale |= self._is_newer(held.popleft())
             else:
                 return
 
@@ -221,6 +235,8 @@ class LogTail:
         while self._stale or self._held:
             before = self.position
             self._stale = False
+            if self._rewound:
+                self.position, self._rewound = min(self.position, self._rewound - 1), 0
             try:
                 await self._check_end()
                 await self._read()
@@ -249,6 +265,9 @@ class LogTail:
         pause, seen = IDLE_S, self.position
         with contextlib.suppress(NatsError, TimeoutError, OSError, ServingError):  # not needed to start
             self.created = self.created or (await stream_end(self._bus, self._stream))[1]
+            if seen and self._newest is None:
+                first = await get(self._bus, self._stream, seen)
+                self._newest = self._newest or first
         while not self._stopped:  # before Python 3.12, a cancellation can get lost within a request
             await asyncio.sleep(pause)
             repairing = self._repair is not None and not self._repair.done()
@@ -271,10 +290,20 @@ class LogTail:
         end, created = await stream_end(self._bus, self._stream)
         recreated = bool(self.created) and created != self.created
         self.created = created
-        if end < self.position or recreated:
+        if recreated or end < self.position or await self._is_replaced():
             log.error("stream_truncated", stream=self._stream, position=self.position, end=end, recreated=recreated)
-            self.position = 0
+            self.position, self._newest = 0, None
             self._on_recreated()
+
+    async def _is_replaced(self) -> bool:
+        """Whether other messages have the sequences of handled ones, which the broker has lost."""
+        newest = self._newest
+        if newest is None:
+            return False
+        entry = await get(self._bus, self._stream, newest.seq)
+        if entry is None:  # it was deleted, or what took its place
+            entry = await get_since(self._bus, self._stream, server_ns(newest) + 1)
+        return entry is not None and entry.seq <= newest.seq and self._is_newer(entry)
 
     async def _read(self) -> None:
         async for entry in read(self._bus, self._stream, self._subject, after=self.position, since_ns=self._since_ns):

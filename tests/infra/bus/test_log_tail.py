@@ -22,6 +22,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
+from tests.infra.nats_server.support import lose_end
 
 
 @pytest.fixture
@@ -391,6 +392,98 @@ async def test_every_stored_entry_is_handled_once_although_the_server_is_killed(
         await publisher.close()
         await everything.tail.stop()
         await one.tail.stop()
+
+
+@pytest.mark.parametrize("subject", ["", "a"])
+@pytest.mark.parametrize("erased", [False, True])
+@pytest.mark.parametrize("stored", [1, 2, 3, 5])
+async def test_what_takes_the_sequences_of_lost_messages_is_handled(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, subject: str, stored: int, erased: bool
+) -> None:
+    """A broker that lost power has lost the end of its streams. New messages there looked like those handled before,
+    and were passed over for ever."""
+    server = make_broker()
+    await server.start()
+    stream = subjects.stream("TOKENS")
+    async with opened(server, subjects) as bus:
+        follower = Follower(bus, subjects.tokens(subject) if subject else "")
+        async with follower.tail.following():
+            await put(bus, "a", 6)
+            await eventually(lambda: follower.seqs == [1, 2, 3, 4, 5, 6])
+            server.kill()
+            await eventually(lambda: not bus.connected)
+            lose_end(server.data_dir, stream, 3)
+            before = follower.tail.reconnected  # only once the new messages are there
+
+            async def later() -> None:
+                return
+
+            bus.on_reconnect[bus.on_reconnect.index(before)] = later
+            await server.start()
+            await eventually(lambda: bus.connected)
+            follower.deaf = lambda entry: True
+            assert await put(bus, "a", stored) == 3 + stored
+            if erased and stored >= 3:
+                await bus.js.delete_msg(stream, 6)
+            bus.on_reconnect[bus.on_reconnect.index(later)] = before
+            await before()
+            kept = [1, 2, 3, *(seq for seq in range(4, 4 + stored) if seq != 6 or not erased)]
+            await eventually(lambda: follower.seqs == [1, 2, 3, 4, 5, 6, *kept])
+
+
+async def test_messages_of_a_stream_that_lost_its_end_behind_another_server_are_noticed(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    """In a cluster the link may stand while the server that has the stream restarts."""
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        follower = Follower(bus)
+        async with follower.tail.following():
+            await put(bus, "a", 6)
+            await eventually(lambda: len(follower.seqs) == 6)
+            server.kill()
+            await eventually(lambda: not bus.connected)
+            lose_end(server.data_dir, subjects.stream("TOKENS"), 3)
+            bus.on_reconnect.remove(follower.tail.reconnected)
+            await server.start()
+            await eventually(lambda: bus.connected)
+            await put(bus, "a", 2)
+            await eventually(lambda: follower.seqs == [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5])
+
+
+async def test_a_tail_that_has_handled_nothing_since_its_start_notices_a_lost_end(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        await put(bus, "a", 6)
+        follower = Follower(bus)
+        async with follower.tail.following(after=6):
+            await eventually(lambda: follower.tail._newest is not None)
+            server.kill()
+            await eventually(lambda: not bus.connected)
+            lose_end(server.data_dir, subjects.stream("TOKENS"), 3)
+            bus.on_reconnect.remove(follower.tail.reconnected)
+            await server.start()
+            await eventually(lambda: bus.connected)
+            await put(bus, "a", 3)
+            bus.on_reconnect.append(follower.tail.reconnected)
+            await follower.tail.reconnected()
+            await eventually(lambda: follower.seqs == [1, 2, 3, 4, 5, 6])
+
+
+async def test_what_a_tail_has_passed_is_handled_again_from_where_it_is_rewound(bus: Bus) -> None:
+    follower = Follower(bus)
+    async with follower.tail.following():
+        await put(bus, "a", 4)
+        await eventually(lambda: follower.seqs == [1, 2, 3, 4])
+        follower.tail.rewind(3)
+        await eventually(lambda: follower.seqs == [1, 2, 3, 4, 3, 4])
+        follower.tail.rewind(9)
+        await put(bus, "a")
+        await eventually(lambda: follower.seqs == [1, 2, 3, 4, 3, 4, 5])
 
 
 async def test_after_a_reconnect_what_passed_unseen_is_read_without_waiting_for_more(

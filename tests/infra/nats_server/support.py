@@ -5,6 +5,9 @@ import shutil
 import signal
 from pathlib import Path
 
+from penstock.log_tools.sources.log_copy import STREAMS_DIR
+from penstock.log_tools.sources.store_files import records
+
 
 def lose_store(data_dir: Path) -> int:
     """Empty the store of the broker that runs on a folder, and kill it; its process.
@@ -19,3 +22,14 @@ def lose_store(data_dir: Path) -> int:
             break
     os.kill(pid, signal.SIGKILL)
     return pid
+
+
+def lose_end(data_dir: Path, stream: str, messages: int) -> None:
+    """Take the last messages of a stream from a folder whose broker does not run, as a power failure does.
+
+    They are all in the stream's newest block.
+    """
+    folder = data_dir / STREAMS_DIR / stream / "msgs"
+    block = max(folder.glob("*.blk"), key=lambda each: int(each.stem))
+    os.truncate(block, records(block.read_bytes()).places[-messages][2])
+    (folder / "index.db").unlink(missing_ok=True)
