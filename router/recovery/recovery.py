@@ -12,6 +12,7 @@ from contextlib import aclosing
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get, read
@@ -38,6 +39,8 @@ log = structlog.get_logger("router")
 
 SCAN_S = 1.0
 SCANS_LEFT = 2
+SCANS_UNHELD = 10  # longer than any step between the end of an attempt and the decision on the next
+AGAIN_S = 30.0  # until the next look for a job that the log does not have, or whose recovery failed
 RETURNS_REMEMBERED = 50_000
 FEW = 8  # requests of one shard lie far apart
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
@@ -54,6 +57,7 @@ class Recovery:
             scans, and then done here too, in case that its owner was lost.
         misses_output: whether a broker without a cluster has just restarted, and a request, by its id, is from before:
             what was streamed of one with ``no_store`` is being put into memory storage again, and it is not fenced.
+        is_held: whether a request, by its id, waits here for its next worker.
         place: gives a later attempt to a worker, or holds it.
         fall_back: runs a later attempt as a fallback of its request, for this reason; False: it has none that can.
     """
@@ -71,6 +75,7 @@ class Recovery:
         max_attempts: int,
         owns: Callable[[str], bool],
         misses_output: Callable[[str], bool],
+        is_held: Callable[[str], bool],
         place: Callable[[PendingRequest], Awaitable[bool]],
         fall_back: Callable[[PendingRequest, str], Awaitable[bool]],
     ) -> None:
@@ -84,12 +89,14 @@ class Recovery:
         self._max_attempts = max_attempts
         self._owns = owns
         self._misses_output = misses_output
+        self._is_held = is_held
         self._place = place
         self._fall_back = fall_back
         self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._recovering: set[tuple[str, int]] = set()
         self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
-        self._jobless: OrderedDict[tuple[str, int], None] = OrderedDict()  # request, seq in WORK, where no job is
+        self._unheld: dict[tuple[str, int], int] = {}  # request, attempt -> scans
+        self._postponed: OrderedDict[tuple[str, int], float] = OrderedDict()  # request, seq in WORK -> monotonic time
         self._time_slice = TimeSlice()
 
     def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
@@ -135,6 +142,7 @@ class Recovery:
             await self.scan_now()
 
     async def scan_now(self) -> None:
+        self._reopen_unheld()
         before, self._left_to_owner = self._left_to_owner, {}
         if orphans := self._due(self._cluster.orphans(), before):
             await self.recover(orphans, WORKER_LOST)
@@ -154,33 +162,65 @@ class Recovery:
                 self._left_to_owner[name] = scans + 1
         return due
 
+    def _reopen_unheld(self) -> None:
+        """Attempts that ended here, of requests that nothing here holds, places or ends: their recovery was cut off."""
+        before, self._unheld = self._unheld, {}
+        tracker = self._cluster.tracker
+        for entry in tracker.waiting():
+            request, name = entry.request, (entry.request, entry.attempt)
+            if tracker.request(request) is not None or self._is_held(request) or request in self._terminal.ending:
+                continue
+            if (scans := before.get(name, 0)) < SCANS_UNHELD:
+                self._unheld[name] = scans + 1
+            elif name not in self._recovering:
+                log.warning("attempt_reopened", request=request, attempt=entry.attempt)
+                tracker.reopen(request)
+
     async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
-        """Requeue requests behind the tokens that they have streamed."""
-        fresh = [entry for entry in entries if (entry.request, entry.attempt) not in self._recovering]
-        # ``scan`` finds the others again.
-        fresh = [entry for entry in fresh if not (in_memory(entry.gateway) and self._misses_output(entry.request))]
-        fresh = [entry for entry in fresh if (entry.request, entry.seq) not in self._jobless]
-        if not fresh:
-            return
-        names = {(entry.request, entry.attempt) for entry in fresh}
+        """Requeue requests behind the tokens that they have streamed. What fails here is left to a later ``scan``."""
+        gateways: dict[str, list[InterruptedAttempt]] = {}
+        for entry in entries:
+            if self._is_due(entry):
+                attempt = InterruptedAttempt(entry.request, entry.attempt, entry.worker, entry.gateway, entry.seq)
+                gateways.setdefault(entry.gateway, []).append(attempt)
+        # Tokens of one gateway that cannot be stored or read keep no other requests from recovery.
+        await asyncio.gather(*(self._recover_of(gateway, attempts, reason) for gateway, attempts in gateways.items()))
+
+    def _is_due(self, entry: ActiveRequest) -> bool:
+        """Otherwise a later ``scan`` finds it: a job that is not in the log yet, among others."""
+        if not entry.seq or (entry.request, entry.attempt) in self._recovering:
+            return False
+        if in_memory(entry.gateway) and self._misses_output(entry.request):
+            return False
+        return self._postponed.get((entry.request, entry.seq), 0.0) <= time.monotonic()
+
+    async def _recover_of(self, gateway: str, attempts: list[InterruptedAttempt], reason: str) -> None:
+        names = {(attempt.request_id, attempt.attempt) for attempt in attempts}
         self._recovering |= names
         try:
-            attempts = [InterruptedAttempt(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
             found = await fence(self._bus, self._publisher, self._router, attempts)
-            self._give_up({(e.request, e.seq) for e in fresh if e.seq} - {(a.request_id, a.work_seq) for a in found})
-            for interrupted in found:
-                await self._continue(interrupted, reason)
+            with_job = {attempt.request_id for attempt in found}
+            for attempt in attempts:
+                if attempt.request_id not in with_job:
+                    self._postpone(attempt)
+            for attempt in found:
+                try:
+                    await self._continue(attempt, reason)
+                except Exception:
+                    log.exception("recovery_failed", request=attempt.request_id)
+                    self._postpone(attempt)
                 await self._time_slice.yield_if_spent()
-        except ServingError as error:
-            log.warning("recovery_postponed", error=error.message, requests=len(fresh))
+        except (ServingError, NatsError, OSError, TimeoutError) as error:
+            why = error.message if isinstance(error, ServingError) else repr(error)
+            log.warning("recovery_postponed", error=why, gateway=gateway, requests=len(attempts))
         finally:
             self._recovering -= names
 
-    def _give_up(self, jobless: set[tuple[str, int]]) -> None:
-        """These cannot be placed again, unless their job is found elsewhere: a copy of it has another sequence."""
-        self._jobless |= dict.fromkeys(jobless)
-        while len(self._jobless) > RETURNS_REMEMBERED:
-            self._jobless.popitem(last=False)
+    def _postpone(self, attempt: InterruptedAttempt) -> None:
+        """Not the request: a copy of its job has another sequence, and is looked at as soon as it is read."""
+        self._postponed[attempt.request_id, attempt.work_seq] = time.monotonic() + AGAIN_S
+        while len(self._postponed) > RETURNS_REMEMBERED:
+            self._postponed.popitem(last=False)
 
     def _unhandled_returns(self, now: float) -> dict[str, list[ActiveRequest]]:
         """By reason: returns that were read before their job, or whose recovery failed."""

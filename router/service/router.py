@@ -125,6 +125,7 @@ class Router:
             max_attempts=settings.max_attempts,
             owns=lambda worker: self.intake.owns(self.cluster.model_of(worker)),
             misses_output=self._misses_output,
+            is_held=self.held.__contains__,
             place=self.place,
             fall_back=self.fall_back,
         )
@@ -345,6 +346,9 @@ class Router:
             self.cluster.tracker.release(request.id, pending.attempt)
             self._hold(pending)
             return False
+        except asyncio.CancelledError:  # its decision would keep the request from every other one
+            self.cluster.tracker.release(request.id, pending.attempt)
+            raise
         except Exception as error:
             log.exception("placement_failed", request=request.id)
             self.cluster.tracker.release(request.id, pending.attempt)
@@ -599,6 +603,7 @@ class Router:
             return
         error = stored.exception()
         if error is None:  # if another router was first, perhaps with another worker, the log overrules this one
+            self.cluster.stored(pending.request.id, pending.attempt, stored.result().seq)
             if pending.reply:
                 self._background.acknowledge(pending.reply, ACK)
             return

@@ -329,7 +329,7 @@ class ClusterState:
             return
         if sent.is_copy and self.tracker.set_seq(sent.request, sent.attempt, entry.seq):
             return
-        changed = self.tracker.admit(
+        self.tracker.admit(
             sent.request,
             sent.attempt,
             sent.worker,
@@ -341,10 +341,20 @@ class ClusterState:
             handed=sent.handed,
             suspect=sent.suspect,
         )
-        if changed and (sent.worker in self._left or any(stage.worker in self._left for stage in sent.load.route)):
-            stranded = self.tracker.request(sent.request)
-            if stranded is not None and self._bus.connected:
-                self._listener.request_stranded(stranded)
+        active = self.tracker.request(sent.request)
+        if active is None or active.seq != entry.seq or not self._bus.connected:
+            return
+        if any(stage.worker in self._left for stage in active.stages):
+            self._listener.request_stranded(active)
+
+    def stored(self, request: str, attempt: int, seq: int) -> None:
+        """The broker has the job of a decision of this router at ``seq`` of WORK (0: unknown).
+
+        If the tail has passed that sequence, it was another message's, which the broker has lost since.
+        """
+        active = self.tracker.request(request)
+        if active is not None and active.attempt == attempt and not active.echoed and 0 < seq <= self._work.position:
+            self._work.rewind(seq)
 
     def _on_revoked(self, entry: Entry) -> None:
         """A router took an attempt from its worker, and may have ended before it could place the request again."""

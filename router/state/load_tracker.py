@@ -360,6 +360,12 @@ class LoadTracker:
         if entry is not None and request not in self.requests:
             self._waiting[request] = entry
 
+    def reopen(self, request: str) -> None:
+        """The attempt that ``requeue`` ended is an orphan again: its router could not place the next one."""
+        entry = self._waiting.pop(request, None)
+        if entry is not None and request not in self.requests:
+            self._add(self._orphaned(entry), 0)
+
     def release(self, request: str, attempt: int) -> None:
         """Undo this router's own decision, whose job could not be stored. What the log says stays."""
         entry = self.requests.get(request)

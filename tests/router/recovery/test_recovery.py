@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import functools
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -13,7 +16,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery import recovery
-from penstock.router.recovery.recovery import fence
+from penstock.router.recovery.recovery import Recovery, fence
 from penstock.router.recovery.terminal_events import InterruptedAttempt
 from penstock.router.state import cluster_state
 from penstock.router.state.lost_workers import RegistrationRemoval
@@ -27,6 +30,8 @@ from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, routing
 from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
+
+T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
@@ -572,6 +577,167 @@ async def test_a_request_whose_job_is_gone_is_reported_once_and_its_copy_is_foun
     )
     await clients.stub("w2")
     assert (await clients.placed(asked, 2))[0] == "w2"
+
+
+async def test_a_job_that_is_stored_while_others_of_its_lost_worker_are_fenced_is_placed_again(
+    log: LogClient, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker is away as the worker is lost, and stores the job as it comes back. The job was taken for one that
+    the log has lost: no router looked for it again, and its client waited until the deadline."""
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.0)
+    first, late = request(), request()
+    stub = await on(clients, one, "w1", first)
+    send, fenced = one.publisher.send, asyncio.Event()
+    withheld: list[tuple[Any, ...]] = []
+
+    async def send_later(subject: str, payload: bytes, msg_id: str, **more: Any) -> Any:
+        if msg_id != f"{late.id}:1" or fenced.is_set():
+            return await send(subject, payload, msg_id, **more)
+        withheld.append((subject, payload, msg_id, more))
+        return asyncio.get_running_loop().create_future()
+
+    async def fence_meanwhile(*args: Any) -> list[InterruptedAttempt]:
+        found = await fence(*args)
+        if not fenced.is_set():
+            fenced.set()
+            ((subject, payload, msg_id, more),) = withheld
+            await (await send(subject, payload, msg_id, **more))
+            await eventually(lambda: _echoed(one, late))
+        return found
+
+    monkeypatch.setattr(one.publisher, "send", send_later)
+    monkeypatch.setattr(recovery, "fence", fence_meanwhile)
+    await clients.ask(late)
+    await eventually(lambda: late.id in one.folded)
+    await lose(clients, stub)
+    await clients.stub("w2")
+    for asked in (first, late):
+        assert (await clients.placed(asked, 2))[0] == "w2"
+
+
+async def test_one_request_that_cannot_be_recovered_keeps_no_other_of_its_worker(
+    clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of one gateway cannot be stored, say, and an error of ours meets another request."""
+    monkeypatch.setattr(recovery, "AGAIN_S", 0.1)
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.0)
+    refused, wrong, good = request(gateway="full"), request(), request()
+    stub = await on(clients, one, "w1", refused)
+    await clients.ask(wrong, good)
+    await eventually(lambda: _echoed(one, wrong) and _echoed(one, good))
+    tries, proceed = Counter[str](), one.router.recovery._continue
+
+    async def fence_of(*args: Any) -> list[InterruptedAttempt]:
+        gateway = args[3][0].gateway
+        tries[gateway] += 1
+        if gateway == "full" and tries[gateway] < 3:
+            raise ServingError(Code.broker_unavailable, "maximum bytes exceeded")
+        return await fence(*args)
+
+    async def fails_first(attempt: InterruptedAttempt, reason: str) -> None:
+        tries[attempt.request_id] += 1
+        if attempt.request_id == wrong.id and tries[wrong.id] < 3:
+            raise RuntimeError("wrong")
+        await proceed(attempt, reason)
+
+    monkeypatch.setattr(recovery, "fence", fence_of)
+    monkeypatch.setattr(one.router.recovery, "_continue", fails_first)
+    await clients.stub("w2")
+    await lose(clients, stub)
+    for asked in (good, wrong, refused):
+        assert (await clients.placed(asked, 2))[0] == "w2"
+    assert tries["full"] == tries[wrong.id] == 3
+
+
+async def test_a_job_that_the_tail_has_passed_over_is_read_again_when_it_is_acknowledged(
+    clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tail = one.router.cluster._work
+
+    async def looks_right() -> None:
+        return
+
+    monkeypatch.setattr(tail, "_check_end", looks_right)
+    tail.position = 100
+    asked = request()
+    await on(clients, one, "w1", asked)
+    assert _echoed(one, asked)
+
+
+class Cut(Generic[T]):
+    """Runs a coroutine that is cancelled where it would wait for the time numbered ``at``; None: it ended before."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], at: int) -> None:
+        self._work = work
+        self._left = at
+
+    def __await__(self) -> Generator[Any, Any, T | None]:
+        step: Callable[[], Any] = functools.partial(self._work.send, None)
+        while True:
+            try:
+                waits = step()
+            except StopIteration as end:
+                return cast("T", end.value)
+            except asyncio.CancelledError:
+                return None
+            if self._left == 0:
+                step = functools.partial(self._work.throw, asyncio.CancelledError())
+            else:
+                step = functools.partial(self._work.send, (yield waits))
+            self._left -= 1
+
+
+@pytest.mark.parametrize("finder", ["the same router", "another router"])
+async def test_a_request_whose_recovery_is_cut_off_wherever_it_waits_is_found_again(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch, finder: str
+) -> None:
+    """Also behind the point where the router has ended the attempt, and has not decided on the next one."""
+    monkeypatch.setattr(recovery, "SCANS_UNHELD", 2)
+    monkeypatch.setattr(Recovery, "_recover_owned", lambda *args: None)
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.0)
+    async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
+        finds = one if finder == "the same router" else two
+        looks = finds.router.recovery.scan_now
+
+        async def look_never() -> None:
+            return
+
+        send = one.publisher.send
+
+        async def send_slowly(*args: Any, **more: Any) -> Any:
+            await asyncio.sleep(0)
+            sent = await send(*args, **more)
+            await asyncio.sleep(0)
+            return sent
+
+        monkeypatch.setattr(one.publisher, "send", send_slowly)
+        for each in (one, two):
+            monkeypatch.setattr(each.router.recovery, "scan_now", look_never)
+        await clients.stub("w", slots=100)
+        for at in range(100):
+            asked, gone = request(), f"w{at}"
+            stub = await clients.stub(gone)
+            await one.knows(gone)
+            await two.knows(gone)
+            seq = await clients.log.send_job(gone, asked)
+            await eventually(lambda asked=asked: asked.id in one.unfinished and asked.id in two.unfinished)
+            await lose(clients, stub)
+            for each in (one, two):
+                await eventually(lambda each=each, gone=gone: each.router.cluster.tracker.worker(gone) is None)
+            attempt = InterruptedAttempt(asked.id, 1, gone, GATEWAY, seq)
+            whole: list[bool] = []
+
+            async def recover(attempt: InterruptedAttempt = attempt, whole: list[bool] = whole) -> None:
+                await one.router.recovery._recover_of(GATEWAY, [attempt], "worker_lost")
+                whole.append(True)
+
+            await Cut(recover(), at)
+            for _ in range(recovery.SCANS_UNHELD + 2):
+                await looks()
+            assert (await clients.placed(asked, 2))[0] == "w", at
+            if whole:
+                break
+        assert at == 8
 
 
 @pytest.fixture

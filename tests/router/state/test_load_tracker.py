@@ -155,6 +155,19 @@ def test_a_request_that_a_live_worker_returned_is_an_orphan_after_a_restart() ->
     assert [(e.request, e.worker) for e in restarted(f).orphans()] == [("r", "")]
 
 
+@pytest.mark.parametrize(("worker", "found_at"), [("a", ""), ("dead", "dead")])
+def test_an_attempt_whose_next_one_was_not_placed_is_an_orphan_when_it_is_reopened(worker: str, found_at: str) -> None:
+    f = fleet()
+    admit(f, "r", 1, worker, echoed=True, seq=5)
+    f.requeue("r", 1)
+    f.reopen("r")
+    assert [(e.request, e.attempt, e.worker, e.seq) for e in f.orphans()] == [("r", 1, found_at, 5)]
+    f.requeue("r", 1)
+    admit(f, "r", 2, "b", echoed=True)
+    f.reopen("r")
+    assert [(e.request, e.attempt) for e in f.active()] == [("r", 2)]
+
+
 def test_a_request_that_comes_to_wait_while_a_snapshot_is_made_counts_once_after_it() -> None:
     f = fleet()
     admit(f, "r", 1, "a", echoed=True)
