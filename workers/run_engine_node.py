@@ -8,18 +8,18 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.tree import Tree
 from penstock.infra.metrics.scope import check_port, serve_page
 from penstock.infra.model import modeldir
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.external.nodes import JoinRequest, NodeFollower, place_of
 from penstock.workers.engines.external.runtime import ProcessGuard, children, in_thread
+from penstock.workers.engines.external.start import EngineNode
 from penstock.workers.metrics.multiprocess import VARIABLE, Merged
 from penstock.workers.metrics.worker_metrics import GpuMetrics, GpuReader, find_library
 from penstock.workers.runners.token_backend import model_path
@@ -28,22 +28,6 @@ from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, 
 log = structlog.get_logger("worker")
 
 CLOSE_S = 15.0
-
-
-class EngineNode(Protocol):
-    """The part of an engine on this machine."""
-
-    @property
-    def version(self) -> str: ...
-
-    def run(self, tree: Tree) -> str:
-        """Start it, and wait for its end. Returns what happened.
-
-        Raises:
-            EngineError: it did not start.
-        """
-
-    def close(self) -> None: ...
 
 
 def run(settings: WorkerSettings) -> int:
@@ -66,12 +50,10 @@ def run(settings: WorkerSettings) -> int:
 
 def _node(settings: WorkerSettings, path: Path) -> EngineNode:
     if settings.engine == "vllm":
-        from penstock.workers.engines.vllm.node import VllmNode
-
-        return VllmNode(settings, path)
-    from penstock.workers.engines.sglang.node import SglangNode
-
-    return SglangNode(settings, path)
+        from penstock.workers.engines.vllm.build import node_from_settings
+    else:
+        from penstock.workers.engines.sglang.build import node_from_settings
+    return node_from_settings(settings, path)
 
 
 class _Process:

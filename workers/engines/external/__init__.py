@@ -1,12 +1,13 @@
 """Shared parts of the adapters for asynchronous third-party engines (TensorRT-LLM, vLLM, SGLang).
 
 Such an engine computes in threads or processes of its own, keeps its own KV cache with its own block names, and moves
-KV between workers itself. ``engine`` implements our engine protocol for all of them and owns an ``Adapter``, which is
-what differs. Each adapter has the same parts: ``engine_inputs`` validates a request and turns it into one call, and a
-follower reads its outputs in an event loop (``runtime``) and queues them as events, which ``engine`` returns step by
-step. ``runtime`` has the started engine, that queue and a guard of its processes, ``sequences`` what is known of one
-sequence, its tokens and failures, ``sampling`` what all sampling parameters share, ``constrained`` the constraints on
-its output, ``handoff_state`` the state passed to the next worker, ``event_streams`` the KV events, ``arguments`` the
-user's engine arguments, ``nodes`` the machines of one engine and ``engine_metrics`` the engine's own metrics. Nothing
-here imports one of the packages.
+KV between workers itself. ``engine`` implements our engine protocol for all of them; what differs is an ``Adapter``.
+Each package has the same parts: ``args`` resolves the user's arguments, ``build`` starts the engine, ``engine_inputs``
+validates a request and turns it into one call, and a follower reads its outputs in an event loop (``runtime``) and
+queues them as events, which ``engine`` returns step by step. ``runtime`` has the started engine, that queue and a guard
+of its processes, ``start`` an engine of several processes, ``sequences`` what is known of one sequence, its tokens and
+failures, ``sampling`` what all sampling parameters share, ``constrained`` the constraints on its output,
+``handoff_state`` the state passed to the next worker, ``event_streams`` the KV events, ``arguments`` the user's engine
+arguments, ``nodes`` the machines of one engine and ``engine_metrics`` the engine's own metrics. Nothing here imports
+one of the packages.
 """

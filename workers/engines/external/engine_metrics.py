@@ -20,19 +20,33 @@ class NativeSeries(Collector):
 
     Args:
         prefix: of the series.
-        registry: where the engine registers.
+        registry: where the engine registers in this process; not read where this process writes files, too.
+        folder: of files of the engine's other processes, where it is not that of ``MULTIPROCESS``.
     """
 
-    def __init__(self, prefix: str, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, prefix: str, registry: CollectorRegistry = REGISTRY, folder: str = "") -> None:
         self._prefix = prefix
         self._registry = registry
+        self._folder = folder
 
     def collect(self) -> Iterator[Metric]:
-        source: CollectorRegistry = self._registry
-        if os.environ.get(MULTIPROCESS):
+        families: dict[str, Metric] = {}
+        for source in self._sources():
+            for metric in source.collect():
+                if not metric.name.startswith(self._prefix):
+                    continue
+                if (family := families.setdefault(metric.name, metric)) is not metric:
+                    family.samples.extend(metric.samples)
+        yield from families.values()
+
+    def _sources(self) -> Iterator[CollectorRegistry]:
+        shared = os.environ.get(MULTIPROCESS)
+        if not shared:
+            yield self._registry
+        if (folder := shared or self._folder) and os.path.isdir(folder):
             source = CollectorRegistry()
-            MultiProcessCollector(source)  # type: ignore[no-untyped-call]
-        yield from (metric for metric in source.collect() if metric.name.startswith(self._prefix))
+            MultiProcessCollector(source, path=folder)  # type: ignore[no-untyped-call]
+            yield source
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: names are known only when there are values."""

@@ -297,10 +297,22 @@ def children() -> frozenset[int]:
 
 def children_of(parent: int) -> Iterator[int]:
     """Ids of the processes that this one has started, and that have not ended (Linux)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, above = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue  # it has just ended
-        if int(above) == parent and state != "Z":
-            yield int(stat.parent.name)
+    for folder in Path("/proc").glob("[0-9]*"):
+        state, above = _state(folder)
+        if above == parent and state != "Z":
+            yield int(folder.name)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not (Linux)."""
+    return _state(Path(f"/proc/{pid}"))[0] not in ("", "Z", "X")
+
+
+def _state(folder: Path) -> tuple[str, int]:
+    """State and parent of a process; ("", 0): it has ended."""
+    try:
+        text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+        state, parent = text.rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return "", 0
+    return state, int(parent)

@@ -8,8 +8,8 @@ KV events come over ZMQ, as vLLM's do. Prefill and decode hand off KV with SGLan
 both engines run a request at the same time: see ``engine_inputs``.
 
 Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handoff). The shell: ``api`` (what the
-installed release has), ``follower`` (its output), ``adapter``, ``processes``, ``node`` (further machines), ``plugin``
-(what runs in SGLang's processes), ``sglang_metrics``, ``build``. Nothing here imports sglang before an engine is built.
+installed release has), ``follower`` (its output), ``adapter``, ``plugin`` (what runs in SGLang's processes), ``build``.
+Nothing here imports sglang before an engine is built.
 """
 
 from penstock.workers.engines.sglang.build import from_settings

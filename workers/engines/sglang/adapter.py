@@ -3,6 +3,7 @@
 Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -12,15 +13,14 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.adapter import AdapterFolder
 from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest
 from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, unreadable
+from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import KV_EVENTS_S, EventStreams
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.sglang.api import SglangApi
 from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOptions, check, meeting, offer, prepare
-from penstock.workers.engines.sglang.follower import SglangCall, SglangFollower
-from penstock.workers.engines.sglang.processes import Processes
-from penstock.workers.engines.sglang.sglang_metrics import RankLoads, SglangSeries
+from penstock.workers.engines.sglang.follower import RankLoads, SglangCall, SglangFollower
 
 log = structlog.get_logger("engine")
 
@@ -56,11 +56,12 @@ def adapter_of(
     runtime: EngineRuntime[SglangApi],
     options: SglangOptions,
     loads: RankLoads,
-    processes: Processes,
-    metrics: SglangSeries,
+    pids: Collection[int],
+    metrics: NativeSeries,
 ) -> Adapter[SglangCall]:
     """
     Args:
+        pids: of the engine's processes.
         metrics: SGLang's own.
     """
     consumed = ConsumedStates()
@@ -87,7 +88,7 @@ def adapter_of(
     def load() -> tuple[int, int]:
         return loads.used_blocks(info.block_size), loads.preemptions
 
-    follower = SglangFollower(runtime, loads, processes, info.slots, options)
+    follower = SglangFollower(runtime, loads, pids, info.slots, options)
     follower.watch(follower.check, HEALTH_S)
     return Adapter(
         "SGLang",

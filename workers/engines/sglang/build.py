@@ -20,32 +20,32 @@ from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external import arguments, nodes
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
-from penstock.workers.engines.external.engine_metrics import MULTIPROCESS
-from penstock.workers.engines.external.event_streams import channels, subscribe
-from penstock.workers.engines.external.nodes import address, environ, free_ports
-from penstock.workers.engines.external.runtime import (
-    EngineRuntime,
-    Inbox,
-    LoopThread,
-    ProcessGuard,
-    children,
-    close,
-    construct,
-    first_request,
-)
-from penstock.workers.engines.sglang import plugin, sglang_metrics
+from penstock.workers.engines.external.engine_metrics import MULTIPROCESS, NativeSeries
+from penstock.workers.engines.external.event_streams import channels
+from penstock.workers.engines.external.nodes import address, free_ports
+from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, first_request, runs
+from penstock.workers.engines.external.start import EngineNode, Package, start
+from penstock.workers.engines.sglang import plugin
 from penstock.workers.engines.sglang.adapter import adapter_of, loras
-from penstock.workers.engines.sglang.api import load_sglang
-from penstock.workers.engines.sglang.args import ResolvedSglangArgs, SglangSettings, layout, ranks_of, resolve
+from penstock.workers.engines.sglang.api import SglangApi, load_sglang
+from penstock.workers.engines.sglang.args import (
+    ResolvedSglangArgs,
+    SglangSettings,
+    follower_tree,
+    layout,
+    ranks_of,
+    resolve,
+)
 from penstock.workers.engines.sglang.engine_inputs import FAKE_HOST, Address, Room, SglangOptions
-from penstock.workers.engines.sglang.follower import SglangCall
-from penstock.workers.engines.sglang.processes import Processes, stop_watchdog
-from penstock.workers.engines.sglang.sglang_metrics import RankLoads
+from penstock.workers.engines.sglang.follower import RankLoads, SglangCall
 from penstock.workers.engines.support import ServedOptions
 
 log = structlog.get_logger("engine")
 
 WARM_UP_TOKENS = 2  # fewer than a block
+PREFIX = "sglang:"  # of SGLang's own metrics
+POLL_S = 0.5  # between two looks at the processes of a further machine
+NO_WAIT = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # "0": there, the constructor returns before the end
 # The context is a few tokens longer than the model's, and no sequence gets there: see ``args.context_length``.
 OWN_ADDRESS = "SGLANG_HOST_IP"  # where ranks of other machines, and the other engine of a pair, reach this one
 OTHER_NAMES = ("HOST_IP", "SGLANG_LOCAL_IP_NIC")  # of SGLang's for the same
@@ -85,32 +85,29 @@ def from_settings(
             raise EngineError(
                 "--otlp-endpoint: SGLang sends spans with packages of its own: pip install 'sglang[tracing]'"
             )
-        inbox, loads = Inbox(), RankLoads()
-        group = nodes.NodeGroup(settings, ("sglang", api.version, model.revision), inbox, asked)
-        undo.callback(group.close)
-        variables = VARIABLES | group.meet(resolved.tree, OWN_ADDRESS)
+        variables = dict(VARIABLES)
         if resolved.pair and not any(map(os.environ.get, OTHER_NAMES)):  # else the one towards the internet
-            variables = {OWN_ADDRESS: wanted.host} | variables
-        loop = LoopThread("sglang")
-        undo.callback(loop.close)
-        early = undo.enter_context(contextlib.ExitStack())
-        if resolved.events is not None:  # before the engine starts: a late subscriber misses the first events
-            for rank in range(resolved.ranks):
-                early.callback(subscribe(resolved.events, rank, inbox).close)
-        before, multiprocess = children(), os.environ.get(MULTIPROCESS)
+            variables[OWN_ADDRESS] = wanted.host
         grammars = grammars if resolved.constraints else None
-        with environ(variables | ({plugin.ACTIVE: "1"} if grammars is not None else {})):
-            make = partial(api.construct, str(path), resolved.tree)
-            llm = group.construct(lambda: construct("SGLang", api.version, loop, make), before)
-        series = sglang_metrics.series(multiprocess)
-        undo.callback(ProcessGuard(children() - before).close)
-        undo.callback(close, llm, loop, lambda: list(llm.tokenizer_manager.asyncio_tasks))
-        undo.callback(stop_watchdog, llm)
-        undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
-        undo.push(early.pop_all())
+        if grammars is not None:
+            variables[plugin.ACTIVE] = "1"
+        multiprocess = os.environ.get(MULTIPROCESS)
+        llm, loop, inbox, gpus = start(
+            package_of(api),
+            settings,
+            model.revision,
+            partial(api.construct, str(path), resolved.tree),
+            undo,
+            tree=resolved.tree,
+            variables=variables,
+            events=resolved.events,
+            ranks=resolved.ranks,
+            readers=lambda llm: list(llm.tokenizer_manager.asyncio_tasks),
+            asked=asked,
+        )
+        pids, loads, series = pids_of(llm), RankLoads(), series_of(multiprocess)
         if (size := api.block_size(llm)) != settings.block_size:
             raise EngineError(f"SGLang chose blocks of {size} tokens for this model; use --block-size {size}")
-        processes = Processes(llm)
         warm_up(llm, loop, loads, pair=resolved.pair)
         info = info_of(llm, settings, resolved, model, loads, load_seconds=time.perf_counter() - began)
         if grammars is not None:
@@ -126,9 +123,9 @@ def from_settings(
             block_hashes.root(model.revision), settings.role, info.handoff_layout, at, wait_s, api.salts
         )
         adapters = loras(runtime, settings) if settings.lora_slots else None
-        adapter = adapter_of(info, runtime, options, loads, processes, series)
+        adapter = adapter_of(info, runtime, options, loads, pids, series)
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
-    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=group.gpus)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=gpus)
 
 
 def info_of(
@@ -187,6 +184,57 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
         host=settings.leader_address if settings.nodes > 1 else address(settings.nats_url),
         bootstrap_port=free_ports(1) if settings.role == "prefill" else 0,
         meeting=nodes.meeting(nodes.place_of(settings)),
+    )
+
+
+def package_of(api: SglangApi) -> Package:
+    return Package("sglang", "SGLang", api.version, OWN_ADDRESS)
+
+
+def pids_of(llm: Any) -> list[int]:
+    """The engine's processes, which the worker looks after: SGLang's watchdog, which raises SIGQUIT in this process as
+    soon as a scheduler fails, is stopped."""
+    watchdog = getattr(llm.tokenizer_manager, "_subprocess_watchdog", None)
+    if watchdog is not None:
+        watchdog.stop()
+    return sorted(llm.get_all_child_pids())
+
+
+def series_of(before: str | None) -> NativeSeries:
+    """SGLang's own metrics, after its construction, which has named a folder of its schedulers' files in the variable.
+
+    Args:
+        before: the variable's value when this process started, to which it is restored. With one, this process writes
+            files, too.
+    """
+    folder = os.environ.get(MULTIPROCESS, "")
+    if not before:
+        os.environ.pop(MULTIPROCESS, None)
+    return NativeSeries(PREFIX, folder=folder)
+
+
+def node_from_settings(settings: WorkerSettings, path: Path) -> EngineNode:
+    """The part of an engine on another machine than its first: schedulers that compute with those there.
+
+    Raises:
+        EngineError: SGLang is not installed.
+    """
+    api = load_sglang()
+
+    def ended(llm: Any) -> str:
+        pids = sorted(llm.get_all_child_pids())
+        while True:
+            for pid in pids:
+                if not runs(pid):
+                    return f"a scheduler of SGLang (pid {pid}) has ended; its own log above says why"
+            time.sleep(POLL_S)
+
+    return EngineNode(
+        package_of(api),
+        settings,
+        lambda: VARIABLES | {NO_WAIT: "0"},
+        lambda tree: api.construct(str(path), follower_tree(tree, settings.node_rank)),
+        ended,
     )
 
 

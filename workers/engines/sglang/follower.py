@@ -8,7 +8,7 @@ A chunk is a dictionary with the new ``output_ids`` and a ``meta_info``, in whic
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ import structlog
 
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.engine_protocol import Scored
-from penstock.workers.engines.external.runtime import EngineRuntime
+from penstock.workers.engines.engine_protocol import EngineError, Scored
+from penstock.workers.engines.external.runtime import EngineRuntime, runs
 from penstock.workers.engines.external.sequences import (
     MISSING,
     NO_REASON,
@@ -30,8 +30,6 @@ from penstock.workers.engines.external.sequences import (
 )
 from penstock.workers.engines.sglang.api import SglangApi
 from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOptions
-from penstock.workers.engines.sglang.processes import Processes
-from penstock.workers.engines.sglang.sglang_metrics import RankLoads
 
 _BAD_REQUEST = 400
 
@@ -172,11 +170,41 @@ class SglangCall(NamedTuple):
     missing: str = ""
 
 
+class RankLoads:
+    """The latest load of each rank. Written in the loop thread, read in the engine thread.
+
+    Attributes:
+        used_tokens: held by running requests, by rank.
+        running: requests, by rank.
+        slots: requests that run at once, by rank.
+        preemptions: of ended requests, since start.
+    """
+
+    def __init__(self) -> None:
+        self.used_tokens: dict[int, int] = {}
+        self.running: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
+        self.preemptions = 0
+
+    def take(self, loads: Iterable[Any]) -> None:
+        """Take what ``get_loads`` has returned: an object for each rank."""
+        for load in loads:
+            rank = int(load.dp_rank)
+            self.used_tokens[rank] = int(load.num_used_tokens)
+            self.running[rank] = int(load.num_running_reqs)
+            self.slots[rank] = int(load.max_running_requests)
+
+    def used_blocks(self, block_size: int) -> int:
+        """Blocks that running requests hold, on all ranks."""
+        return sum(-(-tokens // block_size) for tokens in list(self.used_tokens.values()))
+
+
 class SglangFollower(Follower[SglangApi, SglangCall]):
     """Follows one ``sglang.Engine``.
 
     Args:
         loads: where the ranks' load is noted.
+        pids: of the engine's processes.
         slots: prompts that a prefill engine has at once. Those beyond are not handed over yet: routers see them wait.
     """
 
@@ -184,13 +212,13 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         self,
         runtime: EngineRuntime[SglangApi],
         loads: RankLoads,
-        processes: Processes,
+        pids: Collection[int],
         slots: int,
         options: SglangOptions,
     ) -> None:
         super().__init__(runtime)
         self._loads = loads
-        self._processes = processes
+        self._pids = pids
         self._numbers = itertools.count()
         self._loads_read = float("-inf")
         self.options = options
@@ -337,5 +365,7 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         Raises:
             EngineError: one has ended.
         """
-        self._processes.check()
+        for pid in self._pids:
+            if not runs(pid):
+                raise EngineError(f"a process of SGLang (pid {pid}: a scheduler or its detokenizer) has ended")
         await self._take_loads()

@@ -9,8 +9,8 @@ our block names. Prefill and decode hand off KV with vLLM's NIXL connector; its 
 ``PinnedPrompt.opaque``.
 
 Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handoff). The shell: ``api`` (what the
-installed release has), ``follower`` (its output), ``adapter``, ``images``, ``node`` (further machines), ``plugin`` and
-``logits_processors`` (what runs in vLLM's processes), ``build``. Nothing here imports vllm before an engine is built.
+installed release has), ``follower`` (its output), ``adapter``, ``images``, ``plugin`` and ``logits_processors`` (what
+runs in vLLM's processes), ``build``. Nothing here imports vllm before an engine is built.
 """
 
 from penstock.workers.engines.vllm.build import from_settings

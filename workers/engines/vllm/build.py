@@ -25,24 +25,16 @@ from penstock.workers.engines.external import nodes
 from penstock.workers.engines.external.arguments import given_arguments, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
-from penstock.workers.engines.external.event_streams import channels, subscribe
-from penstock.workers.engines.external.nodes import address, environ, free_ports, is_free
-from penstock.workers.engines.external.runtime import (
-    EngineRuntime,
-    Inbox,
-    LoopThread,
-    ProcessGuard,
-    children,
-    close,
-    construct,
-    first_request,
-)
+from penstock.workers.engines.external.event_streams import channels
+from penstock.workers.engines.external.nodes import address, free_ports, is_free
+from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, first_request
+from penstock.workers.engines.external.start import EngineNode, Package, start
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.embedding_slots import dtype_of
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, adapter_of, loras
-from penstock.workers.engines.vllm.api import VllmApi, load_vllm, set_log_level
-from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, layout, resolve
+from penstock.workers.engines.vllm.api import Ranks, VllmApi, load_vllm, set_log_level
+from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, follower_tree, layout, resolve
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
 from penstock.workers.engines.vllm.follower import VllmCall
 from penstock.workers.engines.vllm.images import ImageStore
@@ -82,27 +74,22 @@ def from_settings(
         if grammars is not None:
             api.take_grammars_unchecked()
         resolved, variables = arguments(settings, api, model, folder, constraints=grammars is not None)
-        inbox = Inbox()
-        group = nodes.NodeGroup(settings, ("vllm", api.version, model.revision), inbox, asked)
-        undo.callback(group.close)
-        variables |= group.meet(resolved.tree, OWN_ADDRESS)
         if processors is not None:
             variables[plugin.PROCESSORS] = msgspec.json.encode((str(path.absolute()), *edits)).decode()
-        loop = LoopThread("vllm")
-        undo.callback(loop.close)
         scheduler = SchedulerStats()
-        early = undo.enter_context(contextlib.ExitStack())
-        if resolved.kv_events:  # before the engine starts: a late subscriber misses the first events
-            for rank in range(resolved.ranks):
-                early.callback(subscribe(resolved.tree["kv_events_config"], rank, inbox).close)
-        before = children()
-        with environ(variables):
-            make = partial(api.construct, str(path), resolved.tree, [scheduler.factory])
-            llm = group.construct(lambda: construct("vLLM", api.version, loop, make), before)
-        undo.callback(ProcessGuard(children() - before).close)
-        undo.callback(close, llm, loop, lambda: filter(None, [getattr(llm, "output_handler", None)]))
-        undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
-        undo.push(early.pop_all())
+        llm, loop, inbox, gpus = start(
+            package_of(api),
+            settings,
+            model.revision,
+            partial(api.construct, str(path), resolved.tree, [scheduler.factory]),
+            undo,
+            tree=resolved.tree,
+            variables=variables,
+            events=resolved.tree["kv_events_config"] if resolved.kv_events else None,
+            ranks=resolved.ranks,
+            readers=lambda llm: filter(None, [getattr(llm, "output_handler", None)]),
+            asked=asked,
+        )
         warm_up(llm, api, loop)
         info = info_of(llm.vllm_config, resolved, model, api, load_seconds=time.perf_counter() - began)
         if info.block_size != settings.block_size:
@@ -127,7 +114,33 @@ def from_settings(
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = adapter_of(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=group.gpus)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=gpus)
+
+
+def package_of(api: VllmApi) -> Package:
+    return Package("vllm", "vLLM", api.version, OWN_ADDRESS)
+
+
+def node_from_settings(settings: WorkerSettings, path: Path) -> EngineNode:
+    """The part of an engine on another machine than its first: processes that compute what the scheduler there says.
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+    set_log_level(settings.log_level)
+    api = load_vllm()
+
+    def ended(ranks: Ranks) -> str:
+        ranks.start_worker_monitor(inline=True)
+        return "a process of vLLM has ended; its own log above says why"
+
+    return EngineNode(
+        package_of(api),
+        settings,
+        lambda: on_device(settings, api.cpu),
+        lambda tree: api.ranks(str(path), follower_tree(tree, settings.node_rank)),
+        ended,
+    )
 
 
 def arguments(

@@ -12,8 +12,13 @@ from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, Requ
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
 from penstock.workers.engines.sglang.engine_inputs import BARRED, SglangInputs, SglangOptions, check, meeting, prepare
-from penstock.workers.engines.sglang.follower import SglangCall, SglangFollower, SglangOutputCursor, prompt_scores
-from penstock.workers.engines.sglang.sglang_metrics import RankLoads
+from penstock.workers.engines.sglang.follower import (
+    RankLoads,
+    SglangCall,
+    SglangFollower,
+    SglangOutputCursor,
+    prompt_scores,
+)
 from tests.workers.engines.contract import ask
 
 INFO = EngineInfo("sglang", 32, 96, 4, 512, 1280, (2,), True)
@@ -169,7 +174,7 @@ def test_what_the_engine_refuses_is_the_clients_error_and_what_fails_later_is_no
         raise ValueError("m")
 
     async def follow() -> None:
-        follower = SglangFollower(runtime, RankLoads(), None, 1, OPTIONS)  # type: ignore[arg-type]
+        follower = SglangFollower(runtime, RankLoads(), (), 1, OPTIONS)
         await follower._follow(sequence)
 
     sent: list[SequenceUpdate] = []

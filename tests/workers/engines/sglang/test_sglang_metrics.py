@@ -1,14 +1,16 @@
 """SGLang's own series: of its schedulers' files and of this process, each once."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.mmap_dict import MmapedDict
 
-from penstock.workers.engines.external.engine_metrics import MULTIPROCESS
-from penstock.workers.engines.sglang.sglang_metrics import RankLoads, SglangSeries, series
+from penstock.workers.engines.external.engine_metrics import MULTIPROCESS, NativeSeries
+from penstock.workers.engines.sglang.build import PREFIX, series_of
+from penstock.workers.engines.sglang.follower import RankLoads
 
 
 def written(folder: Path, pid: int, name: str, value: float) -> None:
@@ -31,7 +33,7 @@ def test_series_of_schedulers_and_of_this_process_are_merged(tmp_path: Path, own
     written(tmp_path, 12, "sglang:prompt_tokens", 5)
     written(tmp_path, 13, "penstock_other", 1)
     ours = CollectorRegistry()
-    ours.register(SglangSeries(str(tmp_path), own))
+    ours.register(NativeSeries(PREFIX, own, str(tmp_path)))
     assert {metric.name for metric in ours.collect()} == {"sglang:prompt_tokens", "sglang:e2e"}
     assert ours.get_sample_value("sglang:prompt_tokens_total") == 7
     assert ours.get_sample_value("sglang:e2e_total") == 3
@@ -39,18 +41,17 @@ def test_series_of_schedulers_and_of_this_process_are_merged(tmp_path: Path, own
 
 def test_a_folder_that_is_gone_is_no_error(tmp_path: Path, own: CollectorRegistry) -> None:
     ours = CollectorRegistry()
-    ours.register(SglangSeries(str(tmp_path / "gone"), own))
+    ours.register(NativeSeries(PREFIX, own, str(tmp_path / "gone")))
     assert ours.get_sample_value("sglang:e2e_total") == 3
 
 
 def test_the_variable_that_sglang_sets_is_not_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MULTIPROCESS, str(tmp_path))
-    assert series(str(tmp_path))._registry is None  # this process writes files, too
-    import os
-
-    assert os.environ[MULTIPROCESS] == str(tmp_path)
-    made = series(None)
-    assert (made._folder, MULTIPROCESS in os.environ) == (str(tmp_path), False)
+    written(tmp_path, 11, "sglang:prompt_tokens", 2)
+    for before, after in ((str(tmp_path), str(tmp_path)), (None, None)):  # with one, this process writes files, too
+        made = series_of(before)
+        assert os.environ.get(MULTIPROCESS) == after
+        assert [metric.name for metric in made.collect()] == ["sglang:prompt_tokens"]
 
 
 def test_loads_of_ranks_are_summed() -> None:

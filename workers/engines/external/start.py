@@ -1,0 +1,139 @@
+"""Starts an engine of several processes (vLLM, SGLang), and its part on each further machine."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import Tree
+from penstock.schemas.fleet import GpuUse
+from penstock.workers.engines.external.event_streams import subscribe
+from penstock.workers.engines.external.nodes import NodeGroup, environ, reached_at, towards
+from penstock.workers.engines.external.runtime import (
+    Inbox,
+    LoopThread,
+    ProcessGuard,
+    children,
+    close,
+    construct,
+    shut_down,
+    starting,
+)
+
+
+class Package(NamedTuple):
+    """
+    Attributes:
+        name: of ``--engine``.
+        title: for messages.
+        version: of the installed release.
+        own_address: its variable for the address at which ranks of other machines reach this one.
+    """
+
+    name: str
+    title: str
+    version: str
+    own_address: str
+
+
+class Started(NamedTuple):
+    """``gpus``: of the engine's other machines."""
+
+    llm: Any
+    loop: LoopThread
+    inbox: Inbox
+    gpus: Callable[[], tuple[GpuUse, ...]]
+
+
+def start(
+    package: Package,
+    settings: WorkerSettings,
+    revision: str,
+    make: Callable[[], Any],
+    undo: contextlib.ExitStack,
+    *,
+    tree: Tree,
+    variables: Mapping[str, str],
+    events: Mapping[str, Any] | None,
+    ranks: int,
+    readers: Callable[[Any], Iterable["asyncio.Task[Any]"]],
+    asked: Callable[[], None],
+) -> Started:
+    """Start an engine on all of its machines.
+
+    Args:
+        revision: of the model.
+        make: constructs it, in its event loop.
+        undo: gets what ends it.
+        tree: its arguments, for the other machines.
+        variables: environment variables for its processes.
+        events: of its publisher of KV events; None: there is none.
+        ranks: data-parallel ranks, each with a publisher.
+        readers: its tasks that read from its processes.
+        asked: called when another machine was asked to stop; from any thread.
+
+    Raises:
+        BadArguments: it refuses an argument.
+        EngineError: it does not start, or a machine is missing.
+    """
+    inbox = Inbox()
+    group = NodeGroup(settings, (package.name, package.version, revision), inbox, asked)
+    undo.callback(group.close)
+    variables = {**variables, **group.meet(tree, package.own_address)}
+    loop = LoopThread(package.name)
+    undo.callback(loop.close)
+    early = undo.enter_context(contextlib.ExitStack())
+    if events is not None:  # before the engine starts: a late subscriber misses the first events
+        for rank in range(ranks):
+            early.callback(subscribe(events, rank, inbox).close)
+    before = children()
+    with environ(variables):
+        llm = group.construct(lambda: construct(package.title, package.version, loop, make), before)
+    undo.callback(ProcessGuard(children() - before).close)
+    undo.callback(close, llm, loop, lambda: readers(llm))
+    undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
+    undo.push(early.pop_all())
+    return Started(llm, loop, inbox, group.gpus)
+
+
+class EngineNode:
+    """The part of an engine on another machine than its first.
+
+    Args:
+        variables: environment variables for its processes.
+        make: starts them with these arguments; blocks until all ranks of the engine have met.
+        ended: waits until one has ended; returns what happened.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        settings: WorkerSettings,
+        variables: Callable[[], Mapping[str, str]],
+        make: Callable[[Tree], Any],
+        ended: Callable[[Any], str],
+    ) -> None:
+        self.version = package.version
+        self._package = package
+        self._leader = settings.leader_address
+        self._variables = variables
+        self._make = make
+        self._ended = ended
+        self._part: Any = None
+
+    def run(self, tree: Tree) -> str:
+        """Start it, and wait for its end. Returns what happened.
+
+        Raises:
+            BadArguments: it refuses an argument.
+            EngineError: it does not start.
+        """
+        variables = {**self._variables(), **reached_at(towards(self._leader), self._package.own_address)}
+        with environ(variables), starting(self._package.title, self.version):
+            self._part = self._make(tree)
+        return self._ended(self._part)
+
+    def close(self) -> None:
+        if self._part is not None:
+            shut_down(self._part)
