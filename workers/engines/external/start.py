@@ -37,7 +37,7 @@ class Package(NamedTuple):
     own_address: str
 
 
-class Started(NamedTuple):
+class StartedEngine(NamedTuple):
     """``gpus``: of the engine's other machines."""
 
     llm: Any
@@ -59,7 +59,7 @@ def start(
     ranks: int,
     readers: Callable[[Any], Iterable["asyncio.Task[Any]"]],
     asked: Callable[[], None],
-) -> Started:
+) -> StartedEngine:
     """Start an engine on all of its machines.
 
     Args:
@@ -94,7 +94,7 @@ def start(
     undo.callback(close, llm, loop, lambda: readers(llm))
     undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
     undo.push(early.pop_all())
-    return Started(llm, loop, inbox, group.gpus)
+    return StartedEngine(llm, loop, inbox, group.gpus)
 
 
 class EngineNode:
