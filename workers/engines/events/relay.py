@@ -28,7 +28,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.workers.engines.engine_protocol import Engine, EngineError, StepResult
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.subscriber import Subscriber
-from penstock.workers.engines.events.translator import Consolidator, EventTranslator
+from penstock.workers.engines.events.translator import Consolidator, EventTranslator, PublishedFormat
 
 __all__ = ["PublisherAddresses", "Relay", "ports", "source_of", "start_relay"]
 
@@ -399,7 +399,9 @@ class Relay:
         if isinstance(batch, wire.NamedBatch) and translator is None:
             return rank, batch.events
         if translator is None:
-            translator = self._translators[source, rank] = EventTranslator(self.info.block_size, self._root)
+            translator = self._translators[source, rank] = EventTranslator(
+                PublishedFormat(self.info.block_size, self._root)
+            )
         return rank, translator.feed(wire.decode_raw(payload))
 
     def _forget(self, source: str) -> list[tuple[int, list[KvEvent]]]:

@@ -18,7 +18,7 @@ it: stored with the first, removed with the last. After a loss, device blocks wh
 
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -210,18 +210,75 @@ _ALL = float("inf")  # window of layers with full attention
 
 
 class TranslatorCounts(msgspec.Struct):
-    """Totals since the start. They count blocks, except ``malformed`` (events)."""
+    """Totals since the start. They count blocks, except ``malformed`` (events) and ``lost`` (batches)."""
 
-    stored: int = 0
-    removed: int = 0
     partial: int = 0
-    filtered: int = 0  # of layer groups that are not followed
+    filtered: int = 0  # of layers that are not followed
     unnamed: int = 0
     malformed: int = 0
+    lost: int = 0
+
+
+class EventFormat(Protocol):
+    """One publisher's events in an engine's format."""
+
+    def apply(self, event: Any, blocks: "EventTranslator") -> None:
+        """Apply an event to the publisher's blocks; it raises an error if the event is malformed."""
+
+    def lost(self) -> None:
+        """Some events are missing before the next."""
 
 
 class EventTranslator:
     """Feed it the engine's events in order; it returns ours.
+
+    Attributes:
+        tree: the blocks that have names.
+        partial: keys of those that have none: they are not full, or of another size.
+    """
+
+    def __init__(self, form: EventFormat) -> None:
+        self.counts = TranslatorCounts()
+        self.tree = BlockTree()
+        self.partial: set[bytes | int] = set()
+        self._form = form
+        self._warned = False
+
+    def feed(self, events: Iterable[Any]) -> list[KvEvent]:
+        """Translate a batch. A malformed event never raises: it is counted and skipped."""
+        for event in events:
+            try:
+                self._form.apply(event, self)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:
+                self.counts.malformed += 1
+                if not self._warned:
+                    self._warned = True
+                    log.warning("kv_event_malformed", error=repr(error))
+        return self.tree.take_events()
+
+    def forget(self) -> list[KvEvent]:
+        """Drop all that is known: events were lost."""
+        self.counts.lost += 1
+        self._form.lost()
+        self.clear()
+        return self.tree.take_events()
+
+    def clear(self) -> None:
+        self.partial.clear()
+        self.tree.clear()
+
+    def dump(self) -> list[KvEvent]:
+        """All announced blocks, parents before children."""
+        return self.tree.dump()
+
+    @property
+    def names(self) -> int:
+        """Number of named blocks in device memory."""
+        return self.tree.visible
+
+
+class PublishedFormat:
+    """Implements ``EventFormat`` for what vLLM and SGLang publish.
 
     Args:
         block_size: tokens per block, ours and the engine's.
@@ -229,82 +286,53 @@ class EventTranslator:
     """
 
     def __init__(self, block_size: int, root: bytes) -> None:
-        self.counts = TranslatorCounts()
         self._block_size = block_size
         self._root = root
-        self._tree = BlockTree()
         self._windows: dict[int, float] = {}  # attention window by group of layers
         self._followed: int | None = None
-        self._partial: set[Any] = set()
-        self._warned = False
 
-    def feed(self, events: Iterable[Any]) -> list[KvEvent]:
-        """Translate a batch. A malformed event never raises: it is counted and skipped."""
-        for event in events:
-            try:
-                self._event(event)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:
-                self.counts.malformed += 1
-                if not self._warned:
-                    self._warned = True
-                    log.warning("kv_event_malformed", error=repr(error))
-        return self._tree.take_events()
+    def lost(self) -> None: ...
 
-    def forget(self) -> list[KvEvent]:
-        """Drop all that is known: payloads were lost."""
-        self._partial.clear()
-        self._tree.clear()
-        return self._tree.take_events()
-
-    def dump(self) -> list[KvEvent]:
-        return self._tree.dump()
-
-    @property
-    def names(self) -> int:
-        """Number of named blocks in device memory."""
-        return self._tree.visible
-
-    def _event(self, event: Mapping[str, Any]) -> None:
+    def apply(self, event: Mapping[str, Any], blocks: EventTranslator) -> None:
         kind = event["type"]
         if kind == "AllBlocksCleared":
-            self._partial.clear()
-            self._tree.clear(0)  # caches in other memory are not cleared with it
+            blocks.partial.clear()
+            blocks.tree.clear(0)  # caches in other memory are not cleared with it
         elif kind == "BlockStored":
-            if self._follows(event):
-                self._stored(event)
+            if self._follows(event, blocks):
+                self._stored(event, blocks)
             else:
-                self.counts.filtered += len(event["block_hashes"])
+                blocks.counts.filtered += len(event["block_hashes"])
         elif kind == "BlockRemoved":
             if (event.get("group_idx") or 0) == (self._followed or 0):
-                self._removed(event)
+                _removed(event, blocks)
         else:
             raise ValueError(f"event type {kind!r}")
 
-    def _follows(self, event: Mapping[str, Any]) -> bool:
+    def _follows(self, event: Mapping[str, Any], blocks: EventTranslator) -> bool:
         """Whether it belongs to the layers with the largest window, whose blocks decide what can be reused."""
         group = event.get("group_idx") or 0
         window = event.get("kv_cache_spec_sliding_window")
         self._windows.setdefault(group, _ALL if window is None else float(window))
         best = max(self._windows, key=lambda each: (self._windows[each], -each))
         if self._followed is not None and best != self._followed:
-            self._partial.clear()
-            self._tree.clear()
+            blocks.clear()
         self._followed = best
         return group == best
 
-    def _stored(self, event: Mapping[str, Any]) -> None:
+    def _stored(self, event: Mapping[str, Any], blocks: EventTranslator) -> None:
         hashes, tokens, size = event["block_hashes"], event["token_ids"], event["block_size"]
         if tokens and not isinstance(tokens[0], int):
             tokens = [first for first, _ in tokens]
         if size != self._block_size or len(tokens) != size * len(hashes):
-            self._partial.update(_key(each) for each in hashes)
-            self.counts.partial += len(hashes)
+            blocks.partial.update(key_of(each) for each in hashes)
+            blocks.counts.partial += len(hashes)
             return
         above = event.get("parent_block_hash")
-        parent = None if above is None else self._tree.find(_key(above))
+        parent = None if above is None else blocks.tree.find(key_of(above))
         adapter = event.get("lora_name")
         if above is not None and parent is None:
-            self.counts.unnamed += len(hashes)
+            blocks.counts.unnamed += len(hashes)
             return
         tier = TIERS[event.get("medium")]
         extras = event.get("extra_keys") or [None] * len(hashes)
@@ -314,15 +342,14 @@ class EventTranslator:
         if adapter is not None:  # which the root of the names has in it; it comes as the salt of the first block
             extras = [tuple(each for each in extra or () if each != adapter) for extra in extras]
             if parent is None and not any(isinstance(each, str) for each in extras[0]):
-                self.counts.unnamed += len(hashes)
+                blocks.counts.unnamed += len(hashes)
                 return
         for at, (value, extra) in enumerate(zip(hashes, extras, strict=True)):
             digest = self._name(parent, tokens[at * size : (at + 1) * size], extra)
             if digest is None:
-                self.counts.unnamed += len(hashes) - at
+                blocks.counts.unnamed += len(hashes) - at
                 return
-            parent = self._tree.store(_key(value), parent, digest, tier)
-            self.counts.stored += 1
+            parent = blocks.tree.store(key_of(value), parent, digest, tier)
 
     def _name(self, parent: Block | None, tokens: list[int], extra: Any) -> bytes | None:
         above = self._root if parent is None else parent.digest
@@ -335,14 +362,14 @@ class EventTranslator:
         within = b"".join(bytes.fromhex(each[0]) for each in media)
         return block_hashes.extend(above, array("I", tokens).tobytes(), within)
 
-    def _removed(self, event: Mapping[str, Any]) -> None:
-        tier = TIERS[event.get("medium")]
-        for value in event["block_hashes"]:
-            key = _key(value)
-            if key in self._partial:
-                self._partial.discard(key)
-            else:
-                self.counts.removed += self._tree.remove(key, tier)
+
+def _removed(event: Mapping[str, Any], blocks: EventTranslator) -> None:
+    tier = TIERS[event.get("medium")]
+    for key in map(key_of, event["block_hashes"]):
+        if key in blocks.partial:
+            blocks.partial.discard(key)
+        else:
+            blocks.tree.remove(key, tier)
 
 
 def _is_medium(key: Any) -> bool:
@@ -350,7 +377,7 @@ def _is_medium(key: Any) -> bool:
     return isinstance(key, list | tuple) and len(key) == 2 and isinstance(key[0], str) and len(key[0]) == _MEDIUM
 
 
-def _key(value: Any) -> bytes | int:
+def key_of(value: Any) -> bytes | int:
     """A block hash: bytes, or a 64-bit integer that some publishers send as signed."""
     if isinstance(value, bytes):
         return value

@@ -13,7 +13,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.events import wire
 from penstock.workers.engines.events.subscriber import Subscriber
-from penstock.workers.engines.events.translator import EventTranslator
+from penstock.workers.engines.events.translator import EventTranslator, PublishedFormat
 from penstock.workers.engines.external.engine import BlockCounts
 from penstock.workers.engines.external.nodes import free_ports
 from penstock.workers.engines.external.runtime import Inbox
@@ -41,7 +41,7 @@ class EventStreams:
 
     def __init__(self, info: EngineInfo, root: bytes, load: Callable[[], tuple[int, int]]) -> None:
         self._total = info.total_blocks
-        self._translators = [EventTranslator(info.block_size, root) for _ in range(info.dp_size)]
+        self._translators = [EventTranslator(PublishedFormat(info.block_size, root)) for _ in range(info.dp_size)]
         self._load = load
 
     def take(self, event: KvPayloads) -> dict[int, list[KvEvent]]:

@@ -10,6 +10,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.workers.engines.core.embeddings import TEXT_ONLY, EmbeddingPool
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.events.translator import EventTranslator
 from penstock.workers.engines.external.engine import LORA_S, Adapter, BlockCounts, EngineLoras, unreadable
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
@@ -21,7 +22,7 @@ from penstock.workers.engines.trtllm.engine_health import KvEvents, Stats
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, check, prepare
 from penstock.workers.engines.trtllm.follower import TrtllmCall, TrtllmFollower
 from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
-from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, by_rank
+from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmFormat, by_rank
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 
@@ -70,7 +71,7 @@ class TrtllmBlocks:
     """Implements ``external.engine.KnownBlocks``: names of all ranks' blocks, and the pool in the latest statistic."""
 
     def __init__(self, info: EngineInfo, roots: Roots, metrics: NativeMetrics) -> None:
-        self._translators = [TrtllmEventTranslator(info.block_size, roots) for _ in range(info.dp_size)]
+        self._translators = [EventTranslator(TrtllmFormat(info.block_size, roots)) for _ in range(info.dp_size)]
         self._pool = stats.PoolCounts(info.total_blocks, 0, info.total_blocks)
         self._metrics = metrics
 

@@ -12,7 +12,7 @@ from penstock.schemas import block_hashes
 from penstock.schemas.kv import Cleared, Removed, Stored
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.events import wire
-from penstock.workers.engines.events.translator import EventTranslator
+from penstock.workers.engines.events.translator import EventTranslator, PublishedFormat
 from tests import standins
 from tests.workers.engines.events.support import fold
 
@@ -46,7 +46,7 @@ TOKENS = range(100, 112)
 
 
 def test_names_are_those_of_the_router() -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     assert translator.feed([stored([1, 2, 3], TOKENS)]) == [Stored(b"".join(names(TOKENS)))]
     more = range(100, 116)
     assert translator.feed([stored([4], more[12:], parent=3)]) == [Stored(names(more)[3], names(more)[2])]
@@ -57,7 +57,7 @@ def test_names_are_those_of_the_router() -> None:
 
 def test_blocks_of_pairs_have_the_names_of_their_first_tokens() -> None:
     """SGLang's with a draft head. Two can differ in the token that follows: their name goes with the last of them."""
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     pairs = [[each, each + 1] for each in TOKENS]
     assert translator.feed([stored([1, 2, 3], pairs)]) == [Stored(b"".join(names(TOKENS)))]  # type: ignore[arg-type]
     other = [*pairs[4:7], [107, 9]]
@@ -69,7 +69,7 @@ def test_blocks_of_pairs_have_the_names_of_their_first_tokens() -> None:
 
 
 def test_a_salt_is_the_root_of_its_tenant_s_names() -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     found = translator.feed([stored([1, 2], TOKENS[:8], extra_keys=[[TENANT.hex()], None])])
     assert found == [Stored(b"".join(names(TOKENS[:8], TENANT)))]
 
@@ -85,23 +85,22 @@ def test_a_salt_is_the_root_of_its_tenant_s_names() -> None:
     ],
 )
 def test_what_cannot_be_named_for_certain_is_left_out_with_what_hangs_below(more: dict[str, Any]) -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     assert translator.feed([stored([1], TOKENS[:4], **more), stored([2], TOKENS[4:8], parent=1)]) == []
     assert translator.counts.unnamed == 2
     assert translator.feed([removed(1, 2)]) == []
 
 
 def test_blocks_of_another_size_are_remembered_and_their_removal_is_not_announced() -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     translator.feed([stored([1], TOKENS[:4])])
     assert translator.feed([stored([2], TOKENS[4:6], parent=1, block_size=2)]) == []
     assert translator.counts.partial == 1
     assert translator.feed([removed(2)]) == []
-    assert translator.counts.removed == 0
 
 
 def test_of_several_attention_windows_the_largest_is_followed() -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     small: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_sliding_window": 512}
     large: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_sliding_window": 32768}
     assert translator.feed([stored([1], TOKENS[:4], **small)]) == [Stored(names(TOKENS[:4])[0])]
@@ -114,7 +113,7 @@ def test_of_several_attention_windows_the_largest_is_followed() -> None:
 
 
 def test_a_host_copy_is_announced_with_its_tier() -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     (name,) = names(TOKENS[:4])
     translator.feed([stored([1], TOKENS[:4])])
     assert translator.feed([stored([1], TOKENS[:4], medium="CPU")]) == [Stored(name, tier=1)]
@@ -125,21 +124,21 @@ def test_a_host_copy_is_announced_with_its_tier() -> None:
 @given(st.integers(0, 2**64 - 1))
 def test_a_hash_is_the_same_signed_or_not(value: int) -> None:
     signed = value - (1 << 64) if value >= 1 << 63 else value
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     translator.feed([stored([value], TOKENS[:4])])
     assert translator.feed([removed(signed)]) == [Removed(names(TOKENS[:4])[0])]
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=12), st.none() | st.integers() | st.text(max_size=4)) | st.integers()))
 def test_nothing_in_an_event_can_raise(events: list[Any]) -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     kinds = [each | {"type": "BlockStored"} if isinstance(each, dict) else each for each in events]
     assert translator.feed([*events, *kinds]) == []
     assert translator.counts.malformed == 2 * len(events)
 
 
 def test_lost_events_void_what_was_known() -> None:
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     translator.feed([stored([1, 2], TOKENS[:8])])
     assert translator.forget() == [Cleared()]
     assert translator.forget() == []
@@ -164,7 +163,7 @@ def test_the_stand_in_s_encoding_is_read() -> None:
         )
         payload = msgspec.msgpack.encode(batch)
     (name,) = names(TOKENS[:4])
-    results = EventTranslator(SIZE, ROOT).feed(wire.decode_raw(payload))
+    results = EventTranslator(PublishedFormat(SIZE, ROOT)).feed(wire.decode_raw(payload))
     assert results == [Stored(name), Removed(name)]
     assert fold(results) == {}
 
@@ -178,7 +177,7 @@ def test_a_payload_of_sglang_s_own_encoder_is_read() -> None:
         "657391fba66d656469756da347505581a474797065b0416c6c426c6f636b73436c6561726564c0"
     )
     first, *rest = wire.decode_raw(payload)
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     tenant = bytes.fromhex("ab" * 8)
     assert translator.feed([first]) == [Stored(names([1, 2, 3, 4], tenant)[0])]
     child = first | {"block_hashes": [9], "parent_block_hash": -5, "token_ids": [5, 6, 7, 8]}
@@ -196,7 +195,7 @@ def test_a_payload_whose_events_are_arrays_is_read() -> None:
         "06070804c0aa4350555f50494e4e454493ac426c6f636b52656d6f76656491fba347505591b0416c6c426c6f636b73436c656172656400"
     )
     first, second = names(range(1, 9))
-    translator = EventTranslator(SIZE, ROOT)
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     events = wire.decode_raw(payload)
     assert translator.feed(events[:2]) == [Stored(first), Stored(second, first, tier=1)]
     assert translator.feed(events[2:]) == [Removed(first)]

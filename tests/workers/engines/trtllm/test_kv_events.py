@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from penstock.schemas import block_hashes
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
-from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmEventTranslator, unsigned
+from penstock.workers.engines.engine_protocol import EngineInfo
+from penstock.workers.engines.events.translator import EventTranslator, key_of
+from penstock.workers.engines.trtllm.adapter import TrtllmBlocks
+from penstock.workers.engines.trtllm.engine_health import KvEvents
+from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmFormat
+from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 from tests.properties import examples
 
 SIZE = 4
@@ -74,8 +79,8 @@ def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
     return block_hashes.split(block_hashes.chain(array("I", tokens).tobytes(), SIZE, root))
 
 
-def translator(root: bytes = ROOT) -> TrtllmEventTranslator:
-    return TrtllmEventTranslator(SIZE, Roots(SIZE, root))
+def translator(roots: Roots | None = None) -> EventTranslator:
+    return EventTranslator(TrtllmFormat(SIZE, roots or Roots(SIZE, ROOT)))
 
 
 class Index:
@@ -127,7 +132,7 @@ def test_a_prompt_becomes_one_event_with_our_names() -> None:
 
 @given(st.integers(0, 2**64 - 1))
 def test_hashes_may_come_signed_or_unsigned(value: int) -> None:
-    assert unsigned(signed(value)) == value
+    assert key_of(signed(value)) == value
     source, ours = Source(), translator()
     ours.feed([source.stored([value], TOKENS[:SIZE])])
     assert ours.feed([source.removed(signed(value))]) == [Removed(names(TOKENS)[0])]
@@ -135,7 +140,7 @@ def test_hashes_may_come_signed_or_unsigned(value: int) -> None:
 
 @pytest.mark.parametrize("value", [0, 2**63 - 1, 2**63, 2**64 - 1])
 def test_the_corners_of_64_bits(value: int) -> None:
-    assert unsigned(signed(value)) == value
+    assert key_of(signed(value)) == value
 
 
 def test_windows_other_than_the_largest_are_dropped_once_it_is_known() -> None:
@@ -144,7 +149,6 @@ def test_windows_other_than_the_largest_are_dropped_once_it_is_known() -> None:
     assert early == [Stored(names(TOKENS)[0])]
     assert ours.feed([source.created(SLIDING)]) == []
     assert ours.feed([source.created(GLOBAL)]) == [Cleared()]  # the events were of a window that forgets
-    assert ours.window == GLOBAL
     assert ours.feed([source.stored([1], TOKENS[:SIZE], window=SLIDING), source.removed(1, window=SLIDING)]) == []
     assert ours.feed([source.stored([1], TOKENS[:SIZE])]) == [Stored(names(TOKENS)[0])]
     assert ours.counts.filtered == 2
@@ -154,7 +158,7 @@ def test_dropped_windows_still_count_in_the_sequence() -> None:
     source, ours = Source(), translator()
     ours.feed([source.created(SLIDING), source.created(GLOBAL), source.stored([1], TOKENS[:SIZE])])
     ours.feed([source.stored([5], TOKENS[:SIZE], window=SLIDING), source.stored([2], TOKENS[SIZE : 2 * SIZE], 1)])
-    assert ours.counts.gaps == 0
+    assert ours.counts.lost == 0
     assert ours.names == 2
 
 
@@ -172,21 +176,20 @@ def test_lost_events_void_what_is_known() -> None:
     ours.feed([source.created(), source.stored([1], TOKENS[:SIZE])])
     events = ours.feed([source.stored([9], TOKENS[SIZE : 2 * SIZE], 1, skip=1)])
     assert events == [Cleared()]  # and its parent is not known any more
-    assert (ours.counts.gaps, ours.counts.orphans, ours.names) == (1, 1, 0)
+    assert (ours.counts.lost, ours.counts.unnamed, ours.names) == (1, 1, 0)
     assert ours.feed([source.stored([1], TOKENS[:SIZE])]) == [Stored(names(TOKENS)[0])]
 
 
-def test_ranks_are_numbered_apart_and_a_name_stays_while_one_of_them_has_it() -> None:
-    first, second, ours = Source(0), Source(1), translator()
-    assert ours.feed([first.stored([1], TOKENS[:SIZE]), second.stored([71], TOKENS[:SIZE])]) == [
-        Stored(names(TOKENS)[0])
-    ]
-    assert ours.feed([first.removed(1)]) == []
-    assert ours.feed([second.removed(71)]) == [Removed(names(TOKENS)[0])]
-    ours.feed([first.stored([1], TOKENS[:SIZE]), second.stored([72], TOKENS[4 : 4 + SIZE])])
-    events = ours.feed([first.removed(skip=3)])
-    assert events == [Removed(names(TOKENS)[0])]  # the other rank lost nothing
-    assert ours.names == 1
+def test_ranks_are_numbered_apart_and_one_that_lost_events_voids_no_other() -> None:
+    info = EngineInfo("trtllm", SIZE, 100, 8, 64, 1000, (), kv_events=True, load_seconds=0.0, dp_size=2)
+    first, second = Source(0), Source(1)
+    blocks = TrtllmBlocks(info, Roots(SIZE, ROOT), NativeMetrics(None, {}))
+    name = Stored(names(TOKENS)[0])
+    found = blocks.take(KvEvents([first.stored([1], TOKENS[:SIZE]), second.stored([71], TOKENS[:SIZE])]))
+    assert found == {0: [name], 1: [name]}
+    assert blocks.take(KvEvents([first.removed(skip=3)])) == {0: [Cleared()]}
+    assert [blocks.dump(rank) for rank in (0, 1)] == [[], [name]]
+    assert blocks.take(KvEvents([], lost=True)) == {0: [], 1: [Cleared()]}
 
 
 def test_a_cache_made_anew_is_empty() -> None:
@@ -231,12 +234,12 @@ def test_malformed_events_are_counted_and_nothing_else_is_lost(data: Any) -> Non
     events = ours.feed([source.event(data), source.stored([1], TOKENS[:SIZE]), {"event_id": "x"}])
     assert events == [Stored(names(TOKENS)[0])]
     assert ours.counts.malformed == 2
-    assert ours.counts.gaps == 0
+    assert ours.counts.lost == 0
 
 
 def test_tenants_get_names_of_their_own_and_equal_beginnings_none() -> None:
     roots = Roots(SIZE, ROOT)
-    ours, source = TrtllmEventTranslator(SIZE, roots), Source()
+    ours, source = translator(roots), Source()
     other = list(range(500, 500 + SIZE))
     roots.learn(TOKENS, ROOT)
     roots.learn(other, TENANT)
@@ -244,7 +247,7 @@ def test_tenants_get_names_of_their_own_and_equal_beginnings_none() -> None:
     assert events == [Stored(names(TOKENS)[0]), Stored(names(other, TENANT)[0])]
     roots.learn(TOKENS, TENANT)
     assert ours.feed([source.stored([3], TOKENS[:SIZE])]) == []
-    assert ours.counts.ambiguous == 1
+    assert ours.counts.unnamed == 1
     assert ours.feed([source.stored([4], TOKENS[SIZE : 2 * SIZE], 3)]) == []  # nor has what hangs below it
 
 
@@ -268,7 +271,7 @@ def test_media_are_part_of_a_name_if_they_are_ours() -> None:
     digest = bytes(range(32))
     roots = Roots(SIZE, ROOT)
     roots.learn(TOKENS, ROOT, [digest])
-    source, ours = Source(), TrtllmEventTranslator(SIZE, roots)
+    source, ours = Source(), translator(roots)
 
     def seen(value: int, digest: bytes) -> list[KvEvent]:
         event = source.stored([value], TOKENS[:SIZE])
@@ -285,12 +288,12 @@ def test_media_are_part_of_a_name_if_they_are_ours() -> None:
 class Cache:
     """A reuse tree of one rank that evicts leaves, moves blocks to the host and back, and loses events."""
 
-    def __init__(self, rng: random.Random, rank: int) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.source = Source(rank)
+        self.source = Source()
         self.blocks: dict[int, tuple[int | None, bytes, int]] = {}  # hash -> parent, name, level
         self.partial: list[int] = []
-        self.hashes = count(rank << 32)
+        self.hashes = count()
 
     def store(self) -> Iterator[dict[str, Any]]:
         """A prompt of few possible tokens, so that prompts share beginnings."""
@@ -343,39 +346,35 @@ class Cache:
 
 
 @examples(60)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 7))
-def test_the_fold_of_the_events_is_what_the_engine_holds(seed: int, ranks: int, batch: int) -> None:
+@given(st.integers(0, 2**32), st.integers(1, 7))
+def test_the_fold_of_the_events_is_what_the_engine_holds(seed: int, batch: int) -> None:
     rng = random.Random(seed)
-    caches = [Cache(rng, rank) for rank in range(ranks)]
-    ours, index = translator(), Index()
-    pending: list[dict[str, Any]] = [cache.source.created() for cache in caches]
+    cache, ours, index = Cache(rng), translator(), Index()
+    pending: list[dict[str, Any]] = [cache.source.created()]
     for _ in range(60):
-        cache = rng.choice(caches)
         pending += rng.choice([cache.store, cache.store, cache.evict, cache.move])()
         if len(pending) >= batch:
             index.fold(ours.feed(pending))
             pending.clear()
-            assert set(index.parents) == set().union(*(cache.device() for cache in caches))
+            assert set(index.parents) == cache.device()
     index.fold(ours.feed(pending))
     again = Index()
     again.fold(ours.dump())
     assert again.parents == index.parents
-    assert again.host == index.host == set().union(*(cache.host() for cache in caches))
+    assert again.host == index.host == cache.host()
     assert ours.names == len(index.parents)
-    assert ours.counts.orphans == ours.counts.malformed == ours.counts.gaps == 0
+    assert ours.counts.unnamed == ours.counts.malformed == ours.counts.lost == 0
 
 
 @examples(60)
-@given(st.integers(0, 2**32), st.integers(1, 2), st.floats(0.02, 0.3))
-def test_with_events_lost_it_is_never_more(seed: int, ranks: int, loss: float) -> None:
+@given(st.integers(0, 2**32), st.floats(0.02, 0.3))
+def test_with_events_lost_it_is_never_more(seed: int, loss: float) -> None:
     rng = random.Random(seed)
-    caches = [Cache(rng, rank) for rank in range(ranks)]
-    ours, index = translator(), Index()
+    cache, ours, index = Cache(rng), translator(), Index()
     for _ in range(80):
-        cache = rng.choice(caches)
         for event in rng.choice([cache.store, cache.evict, cache.move])():
             if rng.random() >= loss:
                 index.fold(ours.feed([event]))
-    for cache in caches:  # one more, so that a loss at the very end is seen
-        index.fold(ours.feed([cache.source.event({"type": "removed", "block_hashes": []})]))
-    assert set(index.parents) <= set().union(*(cache.device() for cache in caches))
+    # One more, so that a loss at the very end is seen.
+    index.fold(ours.feed([cache.source.event({"type": "removed", "block_hashes": []})]))
+    assert set(index.parents) <= cache.device()
