@@ -30,10 +30,10 @@ from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestL
 from penstock.gateway.request_log.subscriptions import TokenSubscription, TokenSubscriptions
 from penstock.gateway.request_log.unstored import UnstoredRequests, portions
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.direct_get import find_lost
 from penstock.infra.bus.forget import check_stores
 from penstock.infra.bus.publisher import Ack, Publisher, Refused
 from penstock.infra.bus.tasks import Tasks
-from penstock.infra.nats_server import jetstream_api
 from penstock.infra.process.turns import TimeSlice, TurnBudget
 from penstock.schemas import control, done, requests, wire
 from penstock.schemas.errors import Code, ServingError
@@ -284,24 +284,19 @@ class Cell:
     async def store_lost_again(self) -> None:
         """Store open requests again that have no tokens yet, and that the broker has lost since it stored them.
 
-        A broker that restarts drops a message that its disk has damaged, and what follows it in the same block. A
-        router that had read such a request drops the repeat.
+        A broker that restarts drops a message that its disk has damaged, and what follows it in the same block; after a
+        power failure, the end of the stream. A router that had read such a request drops the repeat.
 
         Raises:
-            BrokerProblem: the broker does not answer.
-            ServingError: a request could not be stored.
+            ServingError: the broker does not answer, or a request could not be stored.
         """
-        waiting = [
-            each
+        waiting = {
+            each.stored_seq: each
             for each in self._own.readers
             if each.stored_seq and not (each.worker or each.ended or each.request.id in self._lookup.deleted)
-        ]
-        if not waiting:
-            return
-        verb = f"STREAM.INFO.{self.bus.subjects.stream('REQUESTS')}"
-        state = (await jetstream_api.request(self.bus.nc, verb, {"deleted_details": True}))["state"]
-        gone, last = set(state.get("deleted") or ()), state["last_seq"]
-        lost = [each for each in waiting if each.stored_seq in gone or each.stored_seq > last]
+        }
+        stored = {seq: each.request.id for seq, each in waiting.items()}
+        lost = [waiting[seq] for seq in await find_lost(self.bus, self.bus.subjects.stream("REQUESTS"), stored)]
         for inflight in lost:
             request = inflight.request
             payload = wire.encode(requests.packed(request) if self.queues.packs else request)

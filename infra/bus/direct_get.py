@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError, Message
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.subjects import HEADER_RECORDED_TIME, Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_RECORDED_TIME, Subjects
 
 if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
     from penstock.infra.bus.connection import Bus
@@ -288,6 +288,7 @@ async def get_last_of(bus: Readable, stream: str, subjects: Sequence[str]) -> li
 class _State(msgspec.Struct):
     first_seq: int = 0
     last_seq: int = 0
+    deleted: list[int] | None = None
 
 
 class _StreamInfo(msgspec.Struct):
@@ -309,16 +310,44 @@ async def stream_end(bus: "Bus", stream: str) -> tuple[int, str]:
     return info.state.last_seq, info.created
 
 
-async def _info(bus: "Bus", stream: str) -> _StreamInfo:
+async def _info(bus: "Bus", stream: str, query: bytes = b"") -> _StreamInfo:
     from nats.errors import Error as NatsError
 
     try:
-        info = _decode_info((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=STALL_S)).data)
+        info = _decode_info((await bus.nc.request(f"$JS.API.STREAM.INFO.{stream}", query, timeout=STALL_S)).data)
     except (NatsError, OSError, TimeoutError) as error:
         raise _unreadable(stream, f"the broker does not say where it ends: {error!r}") from None
     if info.error is not None:
         raise _unreadable(stream, str(info.error))
     return info
+
+
+async def find_lost(bus: "Bus", stream: str, stored: Mapping[int, str]) -> set[int]:
+    """Which of these messages the broker has lost since it stored them, by sequence.
+
+    What its disk has damaged leaves a gap. Behind the end that a power failure left, other messages may have taken the
+    sequences; those before the newest message that is still there are not looked at.
+
+    Args:
+        stored: how the message id begins, by sequence.
+    Raises:
+        ServingError: the stream cannot be read.
+    """
+    if not stored:
+        return set()
+    state = (await _info(bus, stream, b'{"deleted_details": true}')).state
+    gone = set(state.deleted or ())
+    lost = {seq for seq in stored if seq in gone or seq > state.last_seq}
+    for seq in sorted(stored.keys() - lost, reverse=True):
+        entry = await get(bus, stream, seq) if seq >= state.first_seq else None
+        if seq < state.first_seq or (entry is not None and _id_of(entry).startswith(stored[seq])):
+            break
+        lost.add(seq)
+    return lost
+
+
+def _id_of(entry: Entry) -> str:
+    return str(entry.headers.get(HEADER_MSG_ID, ""))
 
 
 class Lifetime(NamedTuple):

@@ -16,16 +16,18 @@ from penstock.gateway.run_gateway import front_of
 from penstock.gateway.service import gateway as gateway_module
 from penstock.gateway.service.cell import Cell
 from penstock.gateway.service.gateway import Gateway
+from penstock.infra.bus.direct_get import read
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, in_cell
 from penstock.schemas.streams import PROMPTS
-from penstock.schemas.subjects import HEADER_CONTENT_TYPE, Subjects
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, Subjects
 from penstock.schemas.wire import content_type
 from tests.gateway.nats.support import gateway_on
 from tests.infra.bus.support import eventually
+from tests.infra.nats_server.support import lose_end
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'
 SOON = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4, "timeout_s": 0.2}'
@@ -204,3 +206,32 @@ async def test_a_cell_that_cannot_be_read_at_first_is_opened_later_once(
         await eventually(lambda: not failing and running.gateway.cells[1].opened)
         names = Counter(task.get_name() for task in asyncio.all_tasks())
         assert names["poll"] == names["sweep-others"] == len(running.gateway.cells), "each once in each cell"
+
+
+async def test_requests_whose_places_others_have_taken_since_a_power_failure_are_stored_again(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, model: ModelDir
+) -> None:
+    """No router had read them, and the stream has grown past them: their clients waited until the deadlines."""
+    server = make_broker()
+    await server.start()
+    async with gateway_on(server, subjects, model) as running:
+        home = running.gateway.cells[0]
+        asked = [(await running.gateway.prepare("completion", BODY)).request for _ in range(3)]
+        for request in asked:
+            await running.gateway.submit(request)
+        home.bus.on_reconnect.remove(home._look_for_lost)
+        server.kill()
+        await eventually(lambda: not home.bus.connected)
+        lose_end(server.data_dir, subjects.stream("REQUESTS"), 2)
+        await server.start()
+        await eventually(lambda: home.bus.connected)
+        for number in range(3):
+            await home.bus.js.publish(subjects.request("other", "standard", f"other-{number}"), b"")
+        home.bus.on_reconnect.append(home._look_for_lost)
+        await home.store_lost_again()
+        entries = [each async for each in read(home.bus, subjects.stream("REQUESTS"), subjects.all("request"))]
+        ids = [each.headers.get(HEADER_MSG_ID) for each in entries]
+        assert ids[0] == asked[0].id
+        assert sorted(filter(None, ids)) == sorted(request.id for request in asked)
+        await home.store_lost_again()
+        assert (await home.bus.js.stream_info(subjects.stream("REQUESTS"))).state.last_seq == len(entries)

@@ -12,6 +12,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import (
     BATCH,
     before_time,
+    find_lost,
     format_time,
     get_last,
     get_next,
@@ -21,8 +22,9 @@ from penstock.infra.bus.direct_get import (
 )
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import opened
+from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from tests.infra.bus.support import eventually, opened
+from tests.infra.nats_server.support import lose_end
 
 
 @pytest.fixture
@@ -46,6 +48,32 @@ async def test_more_than_one_batch_is_read_to_its_end(bus: Bus) -> None:
     count = 2 * BATCH + 7
     await fill(bus, bus.subjects.tokens("gw"), count)
     assert await numbers(bus, bus.subjects.tokens("gw")) == list(range(count))
+
+
+async def test_messages_that_a_broker_has_lost_are_told_from_those_that_took_their_place(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    stream, subject = subjects.stream("TOKENS"), subjects.tokens("gw")
+    async with opened(server, subjects) as bus:
+        for number in range(1, 9):
+            await bus.js.publish(subject, b"", headers={HEADER_MSG_ID: f"r{number}:1"})
+        stored = {number: f"r{number}" for number in range(1, 9)}
+        assert await find_lost(bus, stream, stored) == set()
+        await bus.js.purge_stream(stream, seq=3)  # it is full, say
+        await bus.js.delete_msg(stream, 4)
+        assert await find_lost(bus, stream, stored) == {4}
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        lose_end(server.data_dir, stream, 3)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        assert await find_lost(bus, stream, stored) == {4, 6, 7, 8}
+        for number in range(4):
+            await bus.js.publish(subject, b"", headers={HEADER_MSG_ID: f"other{number}"})
+        assert await find_lost(bus, stream, stored) == {4, 6, 7, 8}
+        assert await find_lost(bus, stream, {5: "r5"}) == await find_lost(bus, stream, {}) == set()
 
 
 async def test_a_batch_cut_by_its_size_goes_on(bus: Bus) -> None:
