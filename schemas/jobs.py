@@ -21,6 +21,7 @@ FAILED = "failed"  # prefix of the reason of a failed attempt that may fall back
 WAITED = "waited"  # prefix of the reason of an attempt that was not started in time and may fall back
 FELL_BACK = "fallback"  # prefix of the reason of an attempt that moved a request to another model
 WORKER_LOST = "worker_lost"  # prefix of the reason of an attempt after the previous worker was lost
+JOB_LOST = "job_lost"  # prefix of the reason of an attempt after the broker lost the previous one's job
 SUSPECT = "suspect"  # a worker that ran it crashed
 ENDED = "ended"  # an attempt of it ended for an unknown reason
 ALONE = "alone"  # two attempts did: its worker runs nothing else meanwhile

@@ -15,7 +15,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import get, read
+from penstock.infra.bus.direct_get import find_lost, get, read
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.process.turns import TimeSlice
 from penstock.router.ownership.intake import BackgroundTasks
@@ -40,7 +40,7 @@ log = structlog.get_logger("router")
 SCAN_S = 1.0
 SCANS_LEFT = 2
 SCANS_UNHELD = 10  # longer than any step between the end of an attempt and the decision on the next
-AGAIN_S = 30.0  # until the next look for a job that the log does not have, or whose recovery failed
+AGAIN_S = 10.0  # until the next look for a job that the log does not have, or whose recovery failed
 RETURNS_REMEMBERED = 50_000
 FEW = 8  # requests of one shard lie far apart
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
@@ -96,6 +96,8 @@ class Recovery:
         self._recovering: set[tuple[str, int]] = set()
         self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
         self._unheld: dict[tuple[str, int], int] = {}  # request, attempt -> scans
+        self._job_lost: dict[str, tuple[int, int]] = {}  # by request: attempt, sequence that its job had in WORK
+        self._looked = (-1, -1)  # reconnects and truncations of WORK at the last look for lost jobs
         self._postponed: OrderedDict[tuple[str, int], float] = OrderedDict()  # request, seq in WORK -> monotonic time
         self._time_slice = TimeSlice()
 
@@ -143,12 +145,42 @@ class Recovery:
 
     async def scan_now(self) -> None:
         self._reopen_unheld()
+        await self._look_for_lost_jobs()
         before, self._left_to_owner = self._left_to_owner, {}
         if orphans := self._due(self._cluster.orphans(), before):
             await self.recover(orphans, WORKER_LOST)
         for reason, entries in self._unhandled_returns(time.monotonic()).items():
             if due := self._due(entries, before):
                 await self.recover(due, reason)
+        if due := self._due(self._without_job(), before):
+            await self.recover(due, jobs.JOB_LOST)
+
+    async def _look_for_lost_jobs(self) -> None:
+        """After each reconnect. A worker that lives may never have got the job, so nothing else would find it.
+
+        A broker that lost power, or whose disk is damaged, has lost messages that it had stored.
+        """
+        restarts = (self._bus.reconnects, self._cluster.truncations)
+        if restarts == self._looked or not self._bus.connected:
+            return
+        try:
+            await self._cluster.fold_unowned()
+            active = {entry.seq: entry for entry in self._cluster.tracker.active() if entry.seq}
+            stored = {seq: f"{entry.request}:{entry.attempt}" for seq, entry in active.items()}
+            lost = await find_lost(self._bus, self._bus.subjects.stream("WORK"), stored)
+        except ServingError as error:
+            log.warning("lost_jobs_unknown", error=error.message)
+            return
+        self._looked = restarts
+        if lost:
+            log.error("jobs_lost", requests=[active[seq].request for seq in sorted(lost)[:FEW]], jobs=len(lost))
+            self._job_lost |= {active[seq].request: (active[seq].attempt, seq) for seq in lost}
+
+    def _without_job(self) -> list[ActiveRequest]:
+        found = {name: self._cluster.tracker.request(name) for name in self._job_lost}
+        left = {name: e for name, e in found.items() if e is not None and (e.attempt, e.seq) == self._job_lost[name]}
+        self._job_lost = {name: self._job_lost[name] for name in left}
+        return list(left.values())
 
     def _due(self, entries: list[ActiveRequest], before: dict[tuple[str, int], int]) -> list[ActiveRequest]:
         """Those to recover here: of own models, and what its owner has not recovered for two scans."""
@@ -237,8 +269,7 @@ class Recovery:
         entry = self._cluster.tracker.request(attempt.request_id)
         if entry is None or entry.attempt != attempt.attempt:
             return  # its terminal event, or the decision of another router, was read in the meantime
-        stalled = reason.startswith(STALLED)
-        if stalled or reason.startswith(LATE) or (reason == WORKER_LOST and entry.later):
+        if reason.startswith((STALLED, LATE, jobs.JOB_LOST)) or (reason == WORKER_LOST and entry.later):
             await self._revoke(entry)
         dead = self._cluster.returned.of(attempt.request_id).get(attempt.attempt)  # although it may be registered yet
         pending = _next_attempt(attempt, reason, self._bus.clock.now_ns())

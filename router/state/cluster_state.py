@@ -103,7 +103,8 @@ class ClusterState:
         self.registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
         self.removal = RegistrationRemoval(bus, self.registry, self.tasks)
         self.disconnects = DisconnectWatch(self._is_worker_connection)
-        self._work = self._tail("WORK", "work", self._on_work)
+        self.truncations = 0  # of WORK: the broker has lost jobs that it had stored
+        self._work = self._tail("WORK", "work", self._on_work, self._on_truncated)
         self._done = self._tail("DONE", "done", self._on_done)
         self.ended: deque[Entry] = deque(maxlen=ENDED_KEPT)
         self.returned = ReturnedAttempts()
@@ -122,9 +123,14 @@ class ClusterState:
         self._unowned = UnownedRequests()
         self._folding: asyncio.Task[None] | None = None
 
-    def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
+    def _tail(
+        self, stream: str, kind: str, handle: Callable[[Entry], None], on_lost: Callable[[], None] = lambda: None
+    ) -> LogTail:
         subjects = self._bus.subjects
-        return LogTail(self._bus, subjects.stream(stream), subjects.all(kind), handle)
+        return LogTail(self._bus, subjects.stream(stream), subjects.all(kind), handle, on_lost)
+
+    def _on_truncated(self) -> None:
+        self.truncations += 1
 
     async def start(self, listener: ClusterListener) -> None:
         """
@@ -153,8 +159,8 @@ class ClusterState:
         self.caches.forget_unregistered()
         # Ends before beginnings: a request that is known to be over never counts as active.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
-            after = starts.get(name, 0)
-            await self._following.enter_async_context(tail.following(after=after, since_ns=0 if after else past))
+            # Also behind a snapshot: what is handled again when a stream has lost its end are not days of it.
+            await self._following.enter_async_context(tail.following(after=starts.get(name, 0), since_ns=past))
         self._bus.on_reconnect.append(self._on_reconnect)
         self._connected_since = time.monotonic()
         if self._settings.sys_nats_url:

@@ -15,7 +15,8 @@ import msgspec
 import structlog
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import lifetime
+from penstock.infra.bus.direct_get import get as get_message
+from penstock.infra.bus.direct_get import lifetime, server_ns
 from penstock.infra.bus.object_store import get, replace
 from penstock.router.state.holders import Holding, bits_of
 from penstock.router.state.load_tracker import LoadState, merge
@@ -136,11 +137,15 @@ async def _check_stream(bus: Bus, name: str, seq: int, taken_ns: int) -> None:
     """
     Raises:
         ServingError: the stream cannot be read.
-        ValueError: it was made after the snapshot, or ends before it: the snapshot is of a stream that was lost.
+        ValueError: it was made after the snapshot, ends before it, or has a later message at its position: the snapshot
+            is of a stream that was lost, or that has lost its end.
     """
     stream = await lifetime(bus, bus.subjects.stream(name))
     if not stream.has(seq, taken_ns):
         raise ValueError(f"{name} was lost and recreated: it ends at {stream.end}, the snapshot at {seq}")
+    entry = await get_message(bus, bus.subjects.stream(name), seq) if seq else None
+    if entry is not None and server_ns(entry) > taken_ns:
+        raise ValueError(f"{name} has lost its end: message {seq} was stored after the snapshot")
 
 
 async def run_in_steps(steps: Generator[None, None, bool]) -> bool:

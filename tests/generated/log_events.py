@@ -378,6 +378,8 @@ MEANINGS = {
     "log_fell_behind": "a reader is far behind the end of a stream and reads larger batches",
     "log_handler_failed": "one message of a stream was handled wrongly and skipped",
     "log_repair_failed": "a gap in a stream could not be read again; tried again, and said again each minute",
+    "lost_jobs_unknown": "the broker did not say which jobs it has lost since it restarted; asked again",
+    "jobs_lost": "a restarted broker has lost jobs that workers may not have got: their requests are placed again",
     "log_rewound": "a reader had passed over messages that a broker stored after it had lost others: they are read now",
     "log_repaired": "a stream is read again after `log_repair_failed`",
     "log_unreadable": "the log could not be read; tried again",

@@ -27,7 +27,8 @@ from penstock.schemas.fleet import WorkerState
 from penstock.schemas.requests import Fallback, GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
-from tests.infra.bus.support import eventually
+from tests.infra.bus.support import eventually, opened
+from tests.infra.nats_server.support import lose_end
 from tests.router.support import Clients, Routing, Stub, routing
 from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
 
@@ -662,6 +663,44 @@ async def test_a_job_that_the_tail_has_passed_over_is_read_again_when_it_is_ackn
     asked = request()
     await on(clients, one, "w1", asked)
     assert _echoed(one, asked)
+
+
+@pytest.mark.parametrize("owner", ["alive", "hanging"])
+async def test_jobs_that_a_broker_has_lost_are_placed_again_though_their_worker_lives(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    """The worker had not got them. No other failure would have brought them back before their deadline."""
+    server = make_broker()
+    await server.start()
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(opened(server, subjects))
+        clients = Clients(LogClient(bus))
+        stack.push_async_callback(clients.stop)
+        one = await stack.enter_async_context(routing(server, subjects))
+        stub = await clients.stub("w1")
+        await one.knows("w1")
+        kept, *lost = (request(id=new_request_id()) for _ in range(3))
+        for asked in (kept, *lost):
+            await clients.ask(asked)
+            await clients.placed(asked)
+            await eventually(lambda asked=asked: _echoed(one, asked))
+        two = await stack.enter_async_context(routing(server, subjects))
+        await two.knows("w1")
+        if owner == "hanging":
+
+            async def look_never() -> None:
+                return
+
+            monkeypatch.setattr(one.router.recovery, "scan_now", look_never)
+        server.kill()
+        await eventually(lambda: not bus.connected and not one.bus.connected)
+        lose_end(server.data_dir, subjects.stream("WORK"), 2)
+        await server.start()
+        for asked in lost:
+            worker, job = await clients.placed(asked, 2)
+            assert (worker, job.decision.reason, bytes(job.request)) == (stub.id, "job_lost", wire.encode(asked))
+        assert {revoke.request for _, revoke in await clients.revoked()} == {asked.id for asked in lost}
+        assert [job.attempt for _, job in await clients.work()] == [1, 2, 2]
 
 
 class Cut(Generic[T]):

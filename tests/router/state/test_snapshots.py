@@ -1,6 +1,7 @@
 """The index as bytes and back, and after a router's restart: from these and the tail of the stream, or from dumps."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,13 +15,14 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.index_command import index_at
 from penstock.router.state import caches
 from penstock.router.state.prefix_index import PrefixIndex
-from penstock.router.state.snapshots import IndexSnapshots, Snapshots, encoding, read_head, restoring
+from penstock.router.state.snapshots import IndexSnapshots, Snapshots, _check_stream, encoding, read_head, restoring
 from penstock.schemas import kv, wire
 from penstock.schemas.block_hashes import keys_of
 from penstock.schemas.kv import KvBatch
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import eventually
+from tests.infra.bus.support import eventually, opened
+from tests.infra.nats_server.support import lose_end
 from tests.properties import examples
 from tests.router.state.test_holders import check
 from tests.router.state.test_prefix_index import Engine, prompt
@@ -219,6 +221,32 @@ async def test_a_snapshot_of_a_stream_that_was_made_anew_is_not_used(
         await bus.js.publish(pipeline.done("t", MODEL, f"r{number}") if name == "DONE" else subject, b"x")
     assert (await Snapshots(bus, "").load() is None) == (name != "KV")
     assert (await IndexSnapshots(bus, "").load(index_of(one).holders.max_blocks) is None) == (name == "KV")
+
+
+async def test_a_snapshot_of_a_stream_that_has_lost_its_end_since_is_not_used(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    """Other messages have taken the sequences: the fold would begin behind them."""
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+
+        async def put(count: int) -> None:
+            for _ in range(count):
+                await bus.js.publish(subjects.work("aggregated", "w9"), b"x")
+
+        await put(3)
+        taken_ns = bus.clock.now_ns()
+        await _check_stream(bus, "WORK", 3, taken_ns)
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        lose_end(server.data_dir, subjects.stream("WORK"), 1)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        await put(2)
+        await _check_stream(bus, "WORK", 2, taken_ns)
+        with pytest.raises(ValueError, match="has lost its end"):
+            await _check_stream(bus, "WORK", 3, taken_ns)
 
 
 async def test_a_worker_that_left_meanwhile_is_not_in_the_restored_index(
