@@ -8,11 +8,13 @@ import re
 from collections.abc import Set
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
+from penstock.infra.text.parsers.json_text import ControlsEscaped
 from penstock.infra.text.parsers.reader import Markers, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import FUNCTION_NAME, end_call
 
 _RECIPIENT = re.compile("\\bto=([^\\s<\ud800-\udfff]+)")
 _NOBODY = ("assistant", "user", "all")  # recipients to whom an answer goes in any case
+_GLUED = ("commentary", "analysis", "json")
 _LONGEST_HEADER = 256  # characters; a longer one that does not end was meant as text
 
 
@@ -66,8 +68,8 @@ def read_harmony(
         text = "".join(header)
         channels, to = marks.channel.findall(text), _RECIPIENT.search(text)
         channel, recipient = channels[-1] if channels else "", to[1] if to is not None else ""
-        name = recipient.removeprefix("functions.")
-        called = name != recipient or name in names
+        name = _unglued(recipient.removeprefix("functions."), names)
+        called = recipient.startswith("functions.") or name in names
         if called and calls and FUNCTION_NAME.fullmatch(name):
             mark = yield from _call(reader, deltas, marks, name)
         else:
@@ -85,6 +87,13 @@ def read_harmony(
             mark = yield from _opening(reader, marks)
 
 
+def _unglued(name: str, names: Set[str]) -> str:
+    """The name of a function without the word behind it, which models glue to it: ``get_weathercommentary``."""
+    if name in names:
+        return name
+    return next((bare for word in _GLUED if (bare := name.removesuffix(word)) in names), name)
+
+
 def _opening(reader: Reader, marks: HarmonyMarks) -> Steps[str]:
     """The mark at which a header begins, or the recipient in its place; "": no message follows."""
     return (yield from reader.literal(*marks.openings, " to=", "to="))
@@ -92,11 +101,13 @@ def _opening(reader: Reader, marks: HarmonyMarks) -> Steps[str]:
 
 def _call(reader: Reader, deltas: DeltaBuilder, marks: HarmonyMarks, name: str) -> Steps[str]:
     some: list[str] = []
+    escaped = ControlsEscaped(deltas.arguments)
 
     def emit(text: str) -> None:
         if text := text if some else text.lstrip():
-            some.append("")
-            deltas.arguments(text)
+            if not some:
+                some.append(text[0])
+            (escaped if some[0] == "{" else deltas.arguments)(text)
 
     deltas.begin_call(name)
     mark = yield from reader.until(marks.ends, emit)

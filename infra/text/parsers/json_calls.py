@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import CallFormat
-from penstock.infra.text.parsers.json_text import string, value
+from penstock.infra.text.parsers.json_text import ControlsEscaped, string, value
 from penstock.infra.text.parsers.reader import (
     TOKEN,
     EmptySection,
@@ -133,7 +133,7 @@ def _arguments(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
     elif reader.peek() == "n" and (yield from reader.literal("null")):
         deltas.arguments("{}")
     else:
-        yield from value(reader, deltas.arguments)
+        yield from value(reader, ControlsEscaped(deltas.arguments))
 
 
 def _unquoted(text: str) -> str:
@@ -203,7 +203,7 @@ def _object(
             raise MalformedCall
         deltas.begin_call(name)
         reader.commit()
-        deltas.arguments("{}" if early is None else "".join(early))
+        ControlsEscaped(deltas.arguments)("{}" if early is None else "".join(early))
     end_call(reader, deltas)
 
 
@@ -228,6 +228,8 @@ def _keyed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
 class _Head:
     """The head of a call: the name, perhaps an id, then the bare arguments.
 
+    DeepSeek's models write calls as another of them is meant to: V3.1 with the fence of V3 and R1, and those without.
+
     Attributes:
         fence: what else stands around the arguments; "": nothing.
     """
@@ -239,6 +241,7 @@ class _Head:
         self._call_id = marks.within(form.call_id)
         self._ids = form.ids
         self.fence = "```" if self._after.startswith("```") else ""
+        self._may_fence = bool(self._after) and not (self.fence or self._lead or self._ids or self._call_id)
 
     def read(self, reader: Reader, deltas: DeltaBuilder, offered: Offered) -> Steps[None]:
         """
@@ -251,7 +254,8 @@ class _Head:
             if not (yield from reader.literal(self._lead)):
                 raise MalformedCall
             yield from reader.space()
-            written = yield from reader.run(FUNCTION_NAME_CHARS)
+            if reader.peek() != "{":
+                written = yield from reader.run(FUNCTION_NAME_CHARS)
         yield from reader.space()
         call_id = ""
         options = tuple(filter(None, (self._after, self._call_id)))
@@ -259,8 +263,20 @@ class _Head:
         if mark and mark == self._call_id:
             call_id = yield from reader.run(_IDENTIFIER)
             mark = yield from reader.literal(self._after)
-        if self._after and not mark and not self._call_id:
+        fence = self.fence if mark else ""
+        if self._after and not mark and not self._call_id and not (self.fence and reader.peek() == "{"):
             raise MalformedCall
+        if mark and self._may_fence:
+            yield from reader.space()
+            if written == "function" and FUNCTION_NAME_CHARS.match(reader.peek())[0]:  # type: ignore[index]
+                written = yield from reader.run(FUNCTION_NAME_CHARS)
+                yield from reader.space()
+            if (yield from reader.literal("```")):
+                fence = "```"
+                yield from reader.literal("json")
+                yield from reader.space()
+                if reader.peek() not in ("{", "`"):
+                    raise MalformedCall
         if self._ids == "kimi":
             written, call_id = _kimi_head(written, deltas.calls, offered.names)
         name = parse_name(written)
@@ -272,15 +288,15 @@ class _Head:
             if following != "{" and not (mark and following == '"') and not (nothing and certain):
                 raise MalformedCall
         else:
-            nothing = bool(self.fence) and bool((yield from reader.literal(self.fence)))
+            nothing = bool(fence) and bool((yield from reader.literal(fence)))
             if not following:
                 raise MalformedCall
         deltas.begin_call(name, call_id)
         reader.commit()
         if not nothing:
             yield from _arguments(reader, deltas)
-            if self.fence:
-                yield from read_closing(reader, deltas, self.fence)
+            if fence:
+                yield from read_closing(reader, deltas, fence)
         if not reader.cut_short:
             end_call(reader, deltas)
 

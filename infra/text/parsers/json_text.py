@@ -7,6 +7,7 @@ import msgspec
 
 from penstock.infra.text.parsers.reader import MalformedCall, Reader, Steps
 
+_MATTERS = re.compile(r'\\[^\x00-\x1f]|["\\\x00-\x1f]')
 _SCALAR = re.compile("[^\\s,\\]}<\ud800-\udfff]*")
 
 _text = msgspec.json.Decoder(str).decode
@@ -75,6 +76,31 @@ class Nesting:
             if self._depth <= 0 and not self._quote and not self._escaped:
                 return at, True
         return at, False
+
+
+class ControlsEscaped:
+    """Passes on JSON with control characters within its strings escaped: models write line breaks as they are."""
+
+    __slots__ = ("_emit", "_escaped", "_quoted")
+
+    def __init__(self, emit: Callable[[str], object]) -> None:
+        self._emit = emit
+        self._quoted = self._escaped = False
+
+    def __call__(self, part: str) -> None:
+        begins = 1 if self._escaped and part >= " " else 0  # with what a backslash escapes
+        self._escaped = False
+        self._emit(part[:begins] + _MATTERS.sub(self._one, part[begins:]))
+
+    def _one(self, found: re.Match[str]) -> str:
+        what = found[0]
+        if what == '"':
+            self._quoted = not self._quoted
+        elif what < " " and self._quoted:
+            self._escaped = False
+            return encode(what)[1:-1].decode()
+        self._escaped = what == "\\"
+        return what
 
 
 def value(reader: Reader, emit: Callable[[str], object]) -> Steps[bool]:

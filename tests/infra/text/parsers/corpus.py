@@ -55,6 +55,11 @@ HERMES = [
     Case("", "hermes", 'Well.\n<tool_call>\n{"name": "a", "arguments": {"x": "lo', "Well.",
          calls=(("a", '{"x": "lo'),)),
     Case("", "hermes", 'Well.\n<tool_call>\n{"name": "get_we', 'Well.\n<tool_call>\n{"name": "get_we'),
+    # line breaks within texts, which JSON has escaped
+    Case("", "hermes", '<tool_call>\n{"name": "a", "arguments": {\n"x": "1\n\t2\\\\\n", "y": "\\n"}}\n</tool_call>',
+         None, calls=(("a", '{\n"x": "1\\n\\t2\\\\\\n", "y": "\\n"}'),)),
+    Case("", "hermes", '<tool_call>{"arguments": {"x": "1\n2"}, "name": "a"}</tool_call>', None,
+         calls=(("a", '{"x": "1\\n2"}'),)),
     # look-alikes
     Case("", "hermes", "Write <tool_call> and then JSON, as in <tool", "Write <tool_call> and then JSON, as in <tool"),
     Case("", "hermes", 'It is {"name": "a", "arguments": {}} in JSON.\n',
@@ -170,6 +175,16 @@ DEEPSEEK = [
          + "<｜tool▁calls▁end｜>", None, calls=(("a", "{}"), ("b", "{}"))),
     Case("", "deepseek_v31", "<｜tool▁calls▁begin｜>" + _V31.format("a", "") + _V31.format("b", "null")
          + "<｜tool▁calls▁end｜>", None, calls=(("a", "{}"), ("b", "{}"))),
+    # as the other model is meant to write them
+    Case("", "deepseek_v31", "<｜tool▁calls▁begin｜>" + _V3.format("a", '{"x": 1}') + "\n" + _V3.format("b", "")
+         + "<｜tool▁calls▁end｜>", None, calls=(("a", '{"x": 1}'), ("b", "{}"))),
+    Case("", "deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>```json\n{"x": "```"}\n```'
+         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>So.", "So.", calls=(("a", '{"x": "```"}'),)),
+    Case("", "deepseek_v31", "<｜tool▁calls▁begin｜>" + _V31.format("function", "{}") + "<｜tool▁calls▁end｜>", None,
+         calls=(("function", "{}"),)),
+    Case("", "deepseek_v3", "<｜tool▁calls▁begin｜>" + _V31.format("a", '{"x": 1}')
+         + '<｜tool▁call▁begin｜>function<｜tool▁sep｜>b\n{"y": 2}\n<｜tool▁call▁end｜><｜tool▁calls▁end｜>', None,
+         calls=(("a", '{"x": 1}'), ("b", '{"y": 2}'))),
     Case("", "deepseek_v3", "<｜tool▁calls▁begin｜>function a", "<｜tool▁calls▁begin｜>function a"),
     Case("", "deepseek_v3_1",
          "<｜tool▁calls▁begin｜>" + _V31.format("get_weather", WEATHER) + _V31.format("run", CODE)
@@ -199,6 +214,9 @@ KIMI = [
          "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|> w <|tool_call_argument_begin|>{}"
          "<|tool_call_end|><|tool_call_begin|>functions.page_2:4<|tool_call_argument_begin|>{}<|tool_call_end|>"
          "<|tool_calls_section_end|>", None, calls=(*[("w", "{}")] * 4, ("page_2", "{}"))),
+    Case("", "kimi_k2",
+         "See.<|tool_call_section_begin|><|tool_call_begin|>functions.w:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+         "<|tool_call_section_end|>", "See.", calls=(("w", "{}"),)),
     Case("", "kimi_k2", "<|tool_calls_section_begin|> none", "<|tool_calls_section_begin|> none"),
 ]  # fmt: skip
 
@@ -243,6 +261,10 @@ HARMONY = [
     Case("", "gpt_oss", " to=functions.a<|channel|>commentary<|message|>", None, calls=(("a", "{}"),)),
     Case("gpt_oss", "gpt_oss",
          '<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x": "y', None, calls=(("a", '{"x": "y'),)),
+    Case("gpt_oss", "gpt_oss", '<|channel|>commentary to=functions.a json<|message|>{"x": "1\n2"}<|call|>', None,
+         calls=(("a", '{"x": "1\\n2"}'),)),
+    Case("gpt_oss", "gpt_oss", '<|channel|>commentary to=functions.a code<|message|>print("1\n2")<|call|>', None,
+         calls=(("a", 'print("1\n2")'),)),
     Case("gpt_oss", "", "<|channel|>final<|message|>Half an ans", "Half an ans"),
     Case("gpt_oss", "", "<|channel|>anal", ""),
     Case("gpt_oss", "", "Plain text.", "Plain text."),

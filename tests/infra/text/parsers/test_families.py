@@ -30,7 +30,7 @@ from penstock.infra.text.parsers.families import (
 from penstock.infra.text.parsers.reader import NONE, TOKEN, Marks
 from penstock.infra.text.parsers.registry import answer_marks, parser_for, stop_search, text_stream
 from penstock.schemas.requests import GenerateRequest, Parsing, Stop
-from tests.infra.text.parsers.test_parsers import added
+from tests.infra.text.parsers.test_parsers import added, at_once, reader
 from tests.properties import examples
 from tests.tiny_model import byte_level_json
 
@@ -299,6 +299,22 @@ def test_names_in_the_ids_of_kimi(written_id: str, name: str) -> None:
     for section in (text, f"<|tool_calls_section_begin|>{text}<|tool_calls_section_end|>"):
         content, _, calls = in_any_cut(row, section, NONE, tools="kimi_k2")
         assert (content, [call[1] for call in calls]) == (None, [name])
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("functions.get_weathercommentary", "get_weather"),
+        ("functions.get_weatherjson", "get_weather"),
+        ("get_weatheranalysis", "get_weather"),
+        ("functions.to_json", "to_json"),
+        ("functions.otherjson", "otherjson"),
+    ],
+)
+def test_words_that_gpt_oss_glues_to_a_name_are_not_part_of_it(written: str, name: str) -> None:
+    made = reader("gpt_oss", "gpt_oss", functions=("get_weather", "to_json", "to_"))
+    _, _, calls = at_once(made, f"<|channel|>commentary to={written}<|message|>{{}}<|call|>")
+    assert [call[1] for call in calls] == [name]
 
 
 def test_an_empty_section_of_calls_is_nothing_and_one_with_text_is_text() -> None:
