@@ -14,6 +14,7 @@ from msgspec import Raw, Struct
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.messages.objects import MessageErrorBody, message_error
 from penstock.gateway.base.chat_objects import error_body, serving_error
+from penstock.gateway.base.event_stream import within_lines
 from penstock.gateway.base.request_bodies import CHAT, COMPLETION, MESSAGE, RESPONSE, decode_body, invalid
 from penstock.schemas.batches import (
     BATCH,
@@ -246,8 +247,8 @@ def files_of(messages: Iterable[BatchMessage], lines: list[Line], batch: str, st
         if number not in first:
             first[number] = unanswered(number, line, batch, status)
     ordered = [first[number] for number in range(len(lines))]
-    output = b"".join([each.text + b"\n" for each in ordered if each.ok])
-    errors = b"".join([each.text + b"\n" for each in ordered if not each.ok])
+    output = b"".join([within_lines(each.text) + b"\n" for each in ordered if each.ok])
+    errors = b"".join([within_lines(each.text) + b"\n" for each in ordered if not each.ok])
     completed = sum(each.ok for each in ordered)
     return Files(output, errors, completed, len(ordered) - completed, without)
 
@@ -577,7 +578,7 @@ def message_results(*files: bytes) -> bytes:
         else:
             failed = _read_failed(answer.body).error
             result = _Errored(message_error(serving_error(failed.code, failed.message), answer.request_id))
-        lines.append(_json(MessageBatchResult(output.custom_id, result)) + b"\n")
+        lines.append(within_lines(_json(MessageBatchResult(output.custom_id, result))) + b"\n")
     return b"".join(lines)
 
 

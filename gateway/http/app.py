@@ -240,6 +240,15 @@ _WITHOUT_VERSION = tuple(
     )
 )
 _VERSION = "v1"
+_TWICE = f"/{_VERSION}/{_VERSION}/"
+
+
+def _tidied(path: str) -> str:
+    """The path that is meant where a base URL ends with a slash, or has the version that its client adds again."""
+    path = re.sub("/{2,}", "/", path)
+    while path.startswith(_TWICE):
+        path = path.removeprefix(f"/{_VERSION}")
+    return path.rstrip("/") or "/"
 
 
 def application(gateway: Gateway, batches: Batches) -> App:
@@ -261,6 +270,9 @@ def application(gateway: Gateway, batches: Batches) -> App:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        if path.endswith("/") or "//" in path or path.startswith(_TWICE):
+            path = scope["path"] = _tidied(path)
+            scope["raw_path"] = _tidied(scope["raw_path"].decode("ascii", "replace")).encode()
         if path.startswith(_WITHOUT_VERSION):
             path = scope["path"] = f"/{_VERSION}" + path
             scope["raw_path"] = f"/{_VERSION}".encode() + scope["raw_path"]

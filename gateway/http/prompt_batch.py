@@ -9,7 +9,7 @@ import msgspec
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt_batch import BatchRenderer, merge_answers, split_prompts
 from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_answer
-from penstock.gateway.base.event_stream import COMMENT, error_event
+from penstock.gateway.base.event_stream import COMMENT, error_event, within_lines
 from penstock.gateway.base.gateway_metrics import account
 from penstock.gateway.base.request_bodies import unsupported
 from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADERS, IdleTimer, StreamClock, id_headers
@@ -182,7 +182,7 @@ class _PromptStream:
             self._clocks[place].sends(items, len(data))
             self._idle.sent()
             async with self._turn:
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+                await self._send({"type": "http.response.body", "body": within_lines(data), "more_body": more})
 
 
 async def _collected(gateway: Gateway, inflights: Sequence[InflightRequest]) -> list[Aggregator]:

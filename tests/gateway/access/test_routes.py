@@ -144,7 +144,20 @@ async def exchange(path: str, *headers: tuple[bytes, bytes]) -> tuple[int, dict[
     return sent[0]["status"], dict(sent[0]["headers"]), b"".join(each.get("body", b"") for each in sent[1:])
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/models", "/v1/models/claude-alias", "/models/claude-alias"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/models", "/models", "/v1/models/claude-alias", "/models/claude-alias"),
+        *(
+            "//v1/models",
+            "/v1//models",
+            "/v1/models/",
+            "//models//",
+            "/v1/v1/models",
+            "/v1/v1//v1/models/claude-alias/",
+        ),
+    ],
+)
 async def test_paths_without_a_version_are_those_with_it_and_names_say_what_is_behind_them(path: str) -> None:
     status, _, data = await exchange(path)
     assert status == 200

@@ -123,3 +123,24 @@ async def test_packed_bodies_are_read_and_every_answer_has_the_clients_id(demo: 
         response = (await client.post("/v1/responses", json=said)).json()
         cancel = await client.post(f"/v1/responses/{response['id']}/cancel")
         assert cancel.status_code == 400
+
+
+SEPARATED = "a\u2028b\u2029c\u0085d"
+
+
+@pytest.mark.parametrize("prompt", [SEPARATED, [SEPARATED, "e"]])
+async def test_only_line_feeds_end_the_lines_of_a_stream(demo: Deployment, prompt: Any) -> None:
+    body = {"model": "demo", "prompt": prompt, "echo": True, "stream": True, "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
+        text = (await client.post("/v1/completions", json=body)).text
+    lines = [line for line in text.splitlines() if line.startswith("data: {")]  # which splits at any of them
+    said = [choice["text"] for line in lines for choice in json.loads(line[6:])["choices"] if choice["index"] == 0]
+    assert "".join(said).startswith(SEPARATED)
+
+
+async def test_a_base_url_may_end_with_a_slash_or_the_version(demo: Deployment) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    async with httpx.AsyncClient(base_url=demo.urls[0], timeout=60) as client:
+        for path in ("//v1/chat/completions", "/v1//chat/completions", "/v1/v1/chat/completions", "/v1/messages/"):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, (path, answer.text)
