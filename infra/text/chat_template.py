@@ -4,10 +4,13 @@ Renders as ``apply_chat_template`` of transformers does (``transformers/utils/ch
 templates are written for: the same sandbox, extensions, filters, globals and variables. It needs jinja2 alone.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
+from itertools import product
 from typing import Any
 
 from jinja2.exceptions import SecurityError
@@ -20,7 +23,7 @@ _TOOL_USE, _RAG = "tool_use", "rag"  # names of templates beside the default one
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # its names; if a message has several, the first counts
 _REASONING_NAMES = frozenset(_REASONING)
 _PROBE, _SECOND = "probe text", "second text"
-_PROBE_CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {"x": 1}}}
+_PROBE_CALL = {"id": "call00000", "type": "function", "function": {"name": "sounding", "arguments": {"x": 1}}}
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -73,6 +76,8 @@ class ChatTemplate:
         source: its text.
         needs: what it renders no conversation without: "tools", "documents", or a variable's name; "": nothing.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
+        text_arguments: it joins the arguments of a call to its own text, and fails on objects.
+        null_content: it leaves out the calls of messages whose content is not null.
         walks_parts: roles in whose messages it takes a list of typed parts and writes their texts.
         keeps_texts: it writes the text of each message, also of those long ago.
         named: the model's templates for other occasions: "tool_use", "rag".
@@ -99,8 +104,9 @@ class ChatTemplate:
         self.knows_developer = "developer" in source
         self._names_reasoning = _READS_REASONING.search(source) is not None
         self._special_tokens = dict(special_tokens)
-        self.wants_parts = False
+        self.wants_parts = self.text_arguments = self.null_content = False
         self.needs = self._probe()
+        self._try_calls()
         self.walks_parts = frozenset(role for role in _AROUND if self._walks(role))
         self.keeps_texts = self._keeps_texts()
         self.named: dict[str, ChatTemplate] = {}
@@ -152,7 +158,7 @@ class ChatTemplate:
                 {
                     **self._special_tokens,
                     **variables,
-                    "messages": [self._with_reasoning(message) for message in messages],
+                    "messages": [self._with_reasoning(each) for message in messages for each in self._calling(message)],
                     "tools": tools,
                     "documents": documents,
                     "add_generation_prompt": ends is PromptEnd.generation,
@@ -179,6 +185,28 @@ class ChatTemplate:
         if self._names_reasoning:
             message["reasoning"] = reasoning
         return message
+
+    def _calling(self, message: Message) -> list[Message]:
+        """A message with its calls as the template takes them; what it says beside them may come before, apart."""
+        calls = message.get("tool_calls")
+        if not calls or not (self.text_arguments or self.null_content):
+            return [message]
+        if self.text_arguments:
+            message = {**message, "tool_calls": [*map(_with_text_arguments, calls)]}
+        if not self.null_content:
+            return [message]
+        said = {key: value for key, value in message.items() if key != "tool_calls"}
+        return [*([said] if message["content"] else ()), {**message, "content": None}]
+
+    def _try_calls(self) -> None:
+        """Sets ``text_arguments`` and ``null_content``, if it writes calls at all, and no others."""
+        before, _ = _AROUND["tool"]
+        result = {"role": "tool", "content": _PROBE, "tool_call_id": _PROBE_CALL["id"], "name": "probe"}
+        for self.text_arguments, self.null_content in product((False, True), repeat=2):
+            with suppress(TemplateError):
+                if "sounding" in self.render([*before, result], [_PROBE_TOOL]):
+                    return
+        self.text_arguments = self.null_content = False
 
     def _probe(self) -> str:
         """What it needs. Sets ``wants_parts``.
@@ -242,6 +270,13 @@ class ChatTemplate:
         first, second = text.find(_PROBE), text.find(_SECOND)
         # A template that prints the list itself, as Python or as JSON, has the type between the texts.
         return 0 <= first < second and "type" not in text[first:second]
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 _MARK = "ENDOFTEXT"

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.gateway.apis.chat.bodies import parse_chat
-from penstock.gateway.apis.chat.prompt import as_objects, template_messages
+from penstock.gateway.apis.chat.prompt import rendered, template_messages
 from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -159,13 +159,9 @@ def ours(template: ChatTemplate, given: Conversation) -> str:
     """
     body = parse_chat(json.dumps({"model": "m", "messages": _as_sent(given.messages)}).encode())
     messages = template_messages(body.messages, template.walks_parts)
-    try:
-        return template.render(messages, given.tools, given.ends, given.documents, **given.variables)
-    except TemplateError:
-        objects = as_objects(messages)
-        if objects is None:
-            raise
-        return template.render(objects, given.tools, given.ends, given.documents, **given.variables)
+    return rendered(
+        messages, lambda each: template.render(each, given.tools, given.ends, given.documents, **given.variables)
+    )
 
 
 def _as_sent(messages: list[Message]) -> list[Message]:

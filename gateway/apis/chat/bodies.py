@@ -234,10 +234,14 @@ class MediaUrl(Struct, frozen=True):
 
 
 class ContentPart(Struct, frozen=True):
-    """``type``: "text", "image_url", "input_image", "image_embeds" or "video_url"."""
+    """``type``: "text", "image_url", "input_image", "image_embeds" or "video_url".
+
+    "input_text", "output_text" and "refusal", as other APIs of OpenAI have them, are text, too.
+    """
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: MediaUrl | str | None = None
     image_embeds: MediaUrl | str | None = None
     video_url: MediaUrl | str | None = None
@@ -253,7 +257,7 @@ class FunctionCall(Struct, frozen=True):
 class ToolCall(Struct, frozen=True):
     function: FunctionCall
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
 
 
 class ChatMessage(Struct, frozen=True):
@@ -273,6 +277,22 @@ class ChatMessage(Struct, frozen=True):
     reasoning: str | None = None
 
 
+class ThinkingSwitch(Struct, frozen=True):
+    """As the APIs of DeepSeek, GLM, Kimi and MiniMax have it. "adaptive" and "auto": the model decides."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
+def thinking_variables(switch: ThinkingSwitch | None) -> dict[str, Any] | None:
+    """Variables of the chat template, which has either, if its model can think or not. None: it decides."""
+    if switch is None or switch.type not in ("enabled", "disabled"):
+        return None
+    return dict.fromkeys(("enable_thinking", "thinking"), switch.type == "enabled")
+
+
+NO_THINKING = ThinkingSwitch("disabled")
+
+
 class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -285,7 +305,10 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call")] | None = None
-    reasoning_effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
+    reasoning_effort: (
+        Annotated[str, Meta(pattern=_WORD, description="passed to the chat template; none: do not think")] | None
+    ) = None
+    thinking: ThinkingSwitch | None = None
     include_reasoning: Annotated[bool, Meta(description="false: leave the reasoning out of the answer")] | None = None
     separate_reasoning: (
         Annotated[bool, Meta(description="false: reasoning is part of the content, with its marks")] | None

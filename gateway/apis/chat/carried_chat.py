@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart, MediaUrl
+from penstock.gateway.apis.chat.bodies import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ContentPart,
+    MediaUrl,
+    thinking_variables,
+)
 from penstock.gateway.apis.chat.constraint import asked_of_content
 from penstock.gateway.apis.chat.prompt import MEDIA_FIELDS, media_parts
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, unsupported
@@ -39,6 +45,8 @@ def carried_chat(body: ChatCompletionRequest, max_tokens: int | None) -> bytes:
             raise unsupported(name, f"{name} is not supported: this model's server makes the prompt; leave it out")
     chat: dict[str, Any] = {"messages": [_message(number, each) for number, each in enumerate(body.messages)]}
     chat |= {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
+    if (thinks := thinking_variables(body.thinking)) is not None:
+        chat["chat_template_kwargs"] = {**thinks, **chat.get("chat_template_kwargs", {})}
     if max_tokens is not None:
         chat["max_tokens"] = max_tokens
     if body.tools:

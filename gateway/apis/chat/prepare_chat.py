@@ -22,7 +22,14 @@ from penstock.gateway.apis.chat.bodies import (
 )
 from penstock.gateway.apis.chat.carried_chat import carried_chat, shown_as_text
 from penstock.gateway.apis.chat.constraint import Wanted, resolve_constraint
-from penstock.gateway.apis.chat.prompt import Prompt, chat_prompt, completion_prompt, expand_media, truncated
+from penstock.gateway.apis.chat.prompt import (
+    TEXT_FIELDS,
+    Prompt,
+    chat_prompt,
+    completion_prompt,
+    expand_media,
+    truncated,
+)
 from penstock.gateway.base.request_bodies import (
     CHAT,
     COMPLETION,
@@ -362,7 +369,7 @@ def _parsing(
 def _text_of(message: ChatMessage) -> str:
     content = message.content
     if isinstance(content, list):
-        return "".join(part.text or "" for part in content if part.type == "text")
+        return "".join(part.text or "" for part in content if part.type in TEXT_FIELDS)
     return content or ""
 
 

@@ -3,16 +3,18 @@
 Chat messages as chat templates expect them, and the images that they name.
 """
 
-import contextlib
 import json
+import re
 from array import array
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
+from blake3 import blake3
 
 from penstock.gateway.apis.chat.bodies import (
+    NO_THINKING,
     ROLES,
     ChatCompletionRequest,
     ChatMessage,
@@ -20,6 +22,7 @@ from penstock.gateway.apis.chat.bodies import (
     ContentPart,
     MediaUrl,
     ToolCall,
+    thinking_variables,
 )
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, prompt_too_long, unsupported
 from penstock.gateway.media.sources import MediaPart
@@ -28,10 +31,14 @@ from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateB
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import Media
 
+Messages = list[dict[str, Any]]
+
 # type of content part -> field with the URL
 MEDIA_FIELDS = {
     "image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds", "video_url": "video_url"
 }  # fmt: skip
+# likewise with the text: as OpenAI's APIs name parts of what was asked, answered and refused
+TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _KNOWN_PARTS = "use 'text', 'image_url', 'image_embeds' or 'video_url'"
 
 
@@ -74,8 +81,7 @@ def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
 def _template_message(field: str, message: ChatMessage, walks: bool) -> dict[str, Any]:
     # Clients send our answers back, and those may consist of tool calls or truncated reasoning alone.
     thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    may_be_empty = message.role == "assistant" and (message.tool_calls or thought is not None)
-    if message.content is None and not may_be_empty:
+    if message.content is None and message.role not in ("assistant", "tool"):  # whose answer or output may be empty
         raise invalid(f"{field}.content", f"{field}.content is missing")
     out: dict[str, Any] = {"role": message.role, "content": _content(field, message.role, message.content, walks)}
     for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", thought)):
@@ -92,26 +98,28 @@ def _content(field: str, role: str, content: str | list[ContentPart] | None, wal
     for i, part in enumerate(content):
         _check_part(f"{field}.content[{i}]", role, part)
     if walks and content:
-        return [{"type": "text", "text": part.text or ""} if part.type == "text" else _shown(part) for part in content]
-    if all(part.type == "text" for part in content):
-        return "\n".join(part.text or "" for part in content)
+        return [*map(_shown, content)]
+    if all(part.type in TEXT_FIELDS for part in content):
+        return "\n".join(_shown(part)["text"] for part in content)
     parts: list[dict[str, str]] = []
-    for is_text, run in groupby(content, lambda part: part.type == "text"):
+    for is_text, run in groupby(content, lambda part: part.type in TEXT_FIELDS):
         if is_text:  # joined here, since the template might merge their words
-            parts.append({"type": "text", "text": "\n".join(part.text or "" for part in run)})
+            parts.append({"type": "text", "text": "\n".join(_shown(part)["text"] for part in run)})
         else:
             parts += map(_shown, run)
     return parts
 
 
 def _shown(part: ContentPart) -> dict[str, str]:
+    if field := TEXT_FIELDS.get(part.type):
+        return {"type": "text", "text": getattr(part, field) or ""}
     return {"type": "video" if part.type == "video_url" else "image"}
 
 
 def _check_part(field: str, role: str, part: ContentPart) -> None:
-    if part.type == "text":
-        if part.text is None:
-            raise invalid(f"{field}.text", f"{field}.text is missing")
+    if text := TEXT_FIELDS.get(part.type):
+        if getattr(part, text) is None:
+            raise invalid(f"{field}.{text}", f"{field}.{text} is missing")
     elif name := MEDIA_FIELDS.get(part.type):
         if getattr(part, name) is None:
             raise invalid(f"{field}.{name}", f"{field}.{name} is missing")
@@ -151,8 +159,8 @@ def _arguments(call: ToolCall) -> Any:
     return value if isinstance(value, dict) else {} if value is None else given
 
 
-def as_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Messages for a template that takes objects alone: text that is none is under one name. None: all are objects."""
+def _as_objects(messages: Messages) -> Messages | None:
+    """For a template that takes objects as arguments alone: text that is none is under one name."""
     found = False
     out = []
     for message in messages:
@@ -165,6 +173,122 @@ def as_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
             calls.append({**call, "function": function})
         out.append({**message, "tool_calls": calls} if calls else message)
     return out if found else None
+
+
+def _short_ids(messages: Messages) -> Messages | None:
+    """For a template that takes ids of nine letters and digits, as Mistral's: others come from other models."""
+    shortened: dict[str, str] = {}
+
+    def short(call_id: Any) -> Any:
+        if not isinstance(call_id, str) or _SHORT_ID.fullmatch(call_id):
+            return call_id
+        return shortened.setdefault(call_id, blake3(call_id.encode()).hexdigest()[:9])
+
+    out = []
+    for each in messages:
+        if "tool_call_id" in each:
+            each = {**each, "tool_call_id": short(each["tool_call_id"])}
+        if each.get("tool_calls"):
+            each = {**each, "tool_calls": [{**call, "id": short(call["id"])} for call in each["tool_calls"]]}
+        out.append(each)
+    return out if shortened else None
+
+
+def _one_by_one(messages: Messages) -> Messages | None:
+    """For a template that takes one call a message: each call in a message of its own, with its result behind it."""
+    out: Messages = []
+    waiting: list[tuple[dict[str, Any], Any]] = []  # messages of further calls, and the calls' ids
+
+    for each in messages:
+        if waiting and each["role"] != "tool":
+            out += [message for message, _ in waiting]
+            waiting = []
+        if each["role"] == "tool":
+            at = next((at for at, (_, call_id) in enumerate(waiting) if call_id == each.get("tool_call_id")), None)
+            if at is not None:
+                out.append(waiting.pop(at)[0])
+            out.append(each)
+        elif len(calls := each.get("tool_calls") or ()) > 1:
+            first, *others = ({**(each if at == 0 else _BARE), "tool_calls": [call]} for at, call in enumerate(calls))
+            out.append(first)
+            waiting = [(message, call["id"]) for message, call in zip(others, calls[1:], strict=True)]
+        else:
+            out.append(each)
+    out += [message for message, _ in waiting]
+    return out if len(out) > len(messages) else None
+
+
+def _alternating(messages: Messages) -> Messages | None:
+    """For a template whose roles must alternate: texts of one role in a row are one message, an empty line apart."""
+    out: Messages = []
+    for each in messages:
+        last = out[-1] if out else _BARE
+        plain = each.keys() == last.keys() == {"role", "content"}
+        if plain and each["role"] == last["role"]:
+            contents = last["content"], each["content"]
+            if all(isinstance(content, str) for content in contents):
+                merged: Any = "\n\n".join(filter(None, contents))
+            else:
+                merged = [part for content in contents for part in _parts(content)]
+            out[-1] = {**each, "content": merged}
+        else:
+            out.append(each)
+    return out if len(out) < len(messages) else None
+
+
+def _leading_system(messages: Messages) -> Messages | None:
+    """For a template that takes system messages at the beginning alone: later ones are the user's."""
+    return _users(messages, 1)
+
+
+def _no_system(messages: Messages) -> Messages | None:
+    """For a template that knows no system messages, as Gemma's: they are the user's."""
+    return _users(messages, 0)
+
+
+def _users(messages: Messages, first: int) -> Messages | None:
+    changed = [
+        {**each, "role": "user"} if each["role"] == "system" and at >= first else each
+        for at, each in enumerate(messages)
+    ]
+    return changed if changed != messages else None
+
+
+def _parts(content: Any) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+_BARE: dict[str, Any] = {"role": "assistant", "content": ""}
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+# For templates that refuse what clients send: each gives other messages that say the same; None: nothing to change.
+_ADAPTATIONS = (_as_objects, _short_ids, _one_by_one, _leading_system, _no_system, _alternating)
+
+
+def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
+    """The prompt of messages, adapted as far as their template needs it.
+
+    Raises:
+        TemplateError: the template refuses them, and all that they can be adapted to.
+        TemplateBudgetError: rendering takes too long.
+    """
+    try:
+        return render(messages)
+    except TemplateBudgetError:
+        raise
+    except TemplateError as error:
+        refusal = error
+    reason = str(refusal)
+    for adapt in _ADAPTATIONS:
+        if (adapted := adapt(messages)) is None:
+            continue
+        try:
+            return render(adapted)
+        except TemplateBudgetError:
+            raise
+        except TemplateError as error:
+            if str(error) != reason:  # it has come further
+                messages, reason = adapted, str(error)
+    raise refusal
 
 
 _FEW_MESSAGES = 64  # that many are rendered before their length is known
@@ -407,6 +531,9 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     variables = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, **variables}
+    switch = body.thinking or (NO_THINKING if body.reasoning_effort == "none" else None)
+    if (thinks := thinking_variables(switch)) is not None and variables.keys().isdisjoint(thinks):
+        variables = {**thinks, **variables}
     if reserved := template.own_variables & variables.keys():
         raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
     tools = _told_tools(body.tools) if body.tools and body.tool_choice != "none" else None
@@ -416,13 +543,10 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     if body.continue_final_message:
         ends = PromptEnd.last_text
     try:
-        return template.render(messages, tools, ends, body.documents, **variables)
+        return rendered(messages, lambda each: template.render(each, tools, ends, body.documents, **variables))
     except TemplateBudgetError as error:
         raise _too_costly(error) from None
     except TemplateError as error:
-        if (objects := as_objects(messages)) is not None:
-            with contextlib.suppress(TemplateError):
-                return template.render(objects, tools, ends, body.documents, **variables)
         raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
 
 

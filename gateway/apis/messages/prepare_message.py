@@ -5,6 +5,7 @@ A message's body as the chat that answers it. Pure.
 Content blocks of the Messages API as chat messages, and where each message came from. Pure.
 """
 
+import re
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ from penstock.gateway.apis.chat.bodies import (
     FunctionCall,
     ResponseFormat,
     SchemaFormat,
+    ThinkingSwitch,
     ToolCall,
     TranslatedChat,
     shared_options,
+    thinking_variables,
 )
 from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
@@ -46,6 +49,9 @@ from penstock.gateway.base.request_bodies import PrepareContext, invalid, needed
 
 _json = msgspec.json.encode
 
+# Claude Code's first line: another one with each request, so that no prompt would begin as the one before.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
+
 
 class MessagesConversation:
     """Chat messages made of messages with blocks. Results of tools become messages of their own.
@@ -63,7 +69,7 @@ class MessagesConversation:
 
     def instruct(self, system: str | Sequence[ContentBlock]) -> None:
         text = system if isinstance(system, str) else _texts(system, "system")
-        if text:
+        if text := _BILLING.sub("", text):
             self._append(ChatMessage("system", text), "system")
 
     def add(self, message: InputMessage, at: str) -> None:
@@ -330,11 +336,9 @@ def _format(body: MessagesRequest) -> ResponseFormat | None:
 
 
 def _variables(body: MessagesRequest | CountTokensRequest) -> dict[str, Any] | None:
-    """Variables of the chat template. Templates of models that can think or not read ``enable_thinking``."""
-    thinking = body.thinking
-    if thinking is None or thinking.type == "adaptive":
-        return body.chat_template_kwargs
-    return {"enable_thinking": thinking.type == "enabled", **(body.chat_template_kwargs or {})}
+    """Variables of the chat template."""
+    thinks = thinking_variables(ThinkingSwitch(body.thinking.type)) if body.thinking is not None else None
+    return body.chat_template_kwargs if thinks is None else {**thinks, **(body.chat_template_kwargs or {})}
 
 
 class PreparedMessage(NamedTuple):

@@ -12,8 +12,10 @@ from penstock.gateway.apis.chat.bodies import (
     FunctionCall,
     ResponseFormat,
     SchemaFormat,
+    ThinkingSwitch,
     ToolCall,
     TranslatedChat,
+    thinking_variables,
 )
 from penstock.gateway.apis.chat.prepare_chat import (
     PendingMediaRequest,
@@ -129,7 +131,7 @@ def _translated(
     prefilled: bool = False,
 ) -> TranslatedChat:
     options = body.options or _NO_OPTIONS
-    thinks = None if body.think is None else body.think is not False
+    thinks = None if body.think is None else ThinkingSwitch("disabled" if body.think is False else "enabled")
     if isinstance(body.think, str) and body.think not in EFFORTS:
         raise invalid("think", f"think is {body.think[:40]!r}; use true, false, {', '.join(map(repr, EFFORTS))}")
     chat = ChatCompletionRequest(
@@ -148,7 +150,7 @@ def _translated(
         frequency_penalty=options.frequency_penalty,
         response_format=_format(body.format),
         reasoning_effort=body.think if isinstance(body.think, str) else None,
-        chat_template_kwargs={"enable_thinking": thinks} if thinks is not None else None,
+        chat_template_kwargs=thinking_variables(thinks),
         continue_final_message=prefilled or None,
         user=body.user,
         priority=body.priority,

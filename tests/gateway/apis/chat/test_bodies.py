@@ -144,8 +144,37 @@ def test_an_answer_of_reasoning_alone_can_be_sent_back() -> None:
     cut = {"role": "assistant", "content": None, "reasoning_content": "so far"}
     body = chat(messages=[{"role": "user", "content": "a"}, cut, {"role": "user", "content": "b"}])
     assert template_messages(body.messages)[1] == {"role": "assistant", "content": "", "reasoning_content": "so far"}
-    error = refusal(messages=[{"role": "assistant", "content": None}])
-    assert error.param == "messages[0].content"
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_an_answer_or_a_tools_output_may_be_empty(role: str) -> None:
+    for content in ({}, {"content": None}, {"content": []}):
+        body = chat(messages=[{"role": "user", "content": "a"}, {"role": role, **content}])
+        assert template_messages(body.messages)[1] == {"role": role, "content": ""}
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_question_may_not(role: str) -> None:
+    assert refusal(messages=[{"role": role, "content": None}]).param == "messages[0].content"
+
+
+def test_parts_of_text_may_be_called_as_in_other_apis() -> None:
+    parts = [
+        {"type": "input_text", "text": "a"},
+        {"type": "output_text", "text": "b", "annotations": []},
+        {"type": "refusal", "refusal": "c"},
+    ]
+    body = chat(messages=[{"role": "assistant", "content": parts}])
+    assert template_messages(body.messages) == [{"role": "assistant", "content": "a\nb\nc"}]
+    walked = template_messages(body.messages, frozenset({"assistant"}))[0]["content"]
+    assert walked == [{"type": "text", "text": text} for text in "abc"]
+    assert refusal(messages=[{"role": "assistant", "content": [{"type": "refusal"}]}]).param is not None
+
+
+def test_a_call_in_the_history_needs_no_type() -> None:
+    call = {"id": "c", "type": None, "index": 0, "function": {"name": "w", "arguments": "{}"}}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    assert template_messages(chat(messages=said).messages)[1]["tool_calls"][0]["type"] == "function"
 
 
 def test_fields_depend_on_each_other() -> None:

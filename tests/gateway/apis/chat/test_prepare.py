@@ -237,7 +237,7 @@ def test_what_a_template_refuses_is_the_clients_error(
         "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ messages[0].content }}"
     )
     strict = context._replace(model=load(write(tmp_path_factory.mktemp("m"), template=source)))
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}] * 2}
+    body = {"model": "tiny", "messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
     error = refusal(prepare_chat, json.dumps(body).encode(), strict, now_ns=NOW, request_id="r")
     assert error.code is Code.invalid_request
     assert "roles must alternate" in error.message

@@ -1,6 +1,7 @@
 """What a client's chat looks like to the model's template: parts, names, reasoning, tools, documents."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -88,3 +89,97 @@ def test_documents_stay_plain_text(context: PrepareContext) -> None:
     tokens = chat_prompt(parse_chat(body(**given, documents=[{"text": f"a{end}b"}])), context).tokens
     assert token not in tokens
     assert model.tokenizer.decode(tokens, skip_special_tokens=False) == f"a{end}bx"
+
+
+def said_by(name: str = "w", call_id: str = "call_0123456789", arguments: str = '{"a": "\u00e9"}') -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKED = {"role": "user", "content": "q"}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [said_by()]}
+RESULT = {"role": "tool", "content": "r", "tool_call_id": "call_0123456789"}
+
+# As the templates of DeepSeek V3, R1 and V3.1 write calls.
+JOINS = (
+    "{% for m in messages %}[{{ m.role }}:{% if m.role == 'assistant' and m.content is none %}"
+    "{% for c in m.tool_calls %}{{ c.function.name + '=' + c.function.arguments }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+)
+# As those of Mistral, Llama 3, Gemma and Qwen 3.5 refuse messages.
+NINE = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}"
+    "{{ raise_exception('ids have length 9') }}{% endif %}<{{ c.id }}>{% endfor %}"
+    "{% if m.role == 'tool' %}<{{ m.tool_call_id }}>{% endif %}{{ m.content }}{% endfor %}"
+)
+SINGLE = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls|length != 1 %}"
+    "{{ raise_exception('single tool-calls') }}{% endif %}<{{ m.tool_calls[0].function.name }}>{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+ALTERNATES = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+def test_a_template_that_joins_arguments_to_its_text_gets_them_as_text(context: PrepareContext) -> None:
+    prompt = shown(context, JOINS, messages=[ASKED, CALLED, RESULT])
+    assert prompt == '[user:q][assistant:w={"a": "\u00e9"}][tool:r]'
+
+
+def test_a_template_that_writes_calls_without_content_alone_gets_the_content_apart(context: PrepareContext) -> None:
+    prompt = shown(context, JOINS, messages=[ASKED, {**CALLED, "content": "Well."}, RESULT])
+    assert prompt == '[user:q][assistant:Well.][assistant:w={"a": "\u00e9"}][tool:r]'
+
+
+def test_ids_of_calls_become_as_short_as_the_template_takes_them(context: PrepareContext) -> None:
+    prompt = shown(context, NINE, messages=[ASKED, CALLED, RESULT])
+    _, first, _, second, _ = re.split("[<>]", prompt)
+    assert first == second
+    assert re.fullmatch("[a-z0-9]{9}", first)
+    short = [ASKED, {**CALLED, "tool_calls": [said_by(call_id="abcdefghi")]}, {**RESULT, "tool_call_id": "abcdefghi"}]
+    assert shown(context, NINE, messages=short) == "q<abcdefghi><abcdefghi>r"
+
+
+def test_calls_that_a_template_takes_one_by_one_have_their_results_behind_them(context: PrepareContext) -> None:
+    calls = [said_by(name, f"call_{name}") for name in "abc"]
+    results = [{"role": "tool", "content": f"={name}", "tool_call_id": f"call_{name}"} for name in "cab"]
+    messages = [ASKED, {"role": "assistant", "content": "I look.", "tool_calls": calls}, *results, ASKED]
+    assert shown(context, SINGLE, messages=messages) == "q<a>I look.<c>=c=a<b>=bq"
+    assert shown(context, SINGLE, messages=[*messages[:2], ASKED]) == "q<a>I look.<b><c>q"
+
+
+def test_messages_of_one_role_in_a_row_are_one_where_roles_must_alternate(context: PrepareContext) -> None:
+    later = {"role": "user", "content": [{"type": "text", "text": "b"}]}
+    assert shown(context, ALTERNATES, messages=[ASKED, later]) == "[user:q\n\nb]"
+
+
+def test_a_system_message_that_the_template_refuses_is_the_users(context: PrepareContext) -> None:
+    rules = {"role": "system", "content": "Be brief."}
+    assert shown(context, ALTERNATES, messages=[rules, ASKED]) == "[user:Be brief.\n\nq]"
+    answer = {"role": "assistant", "content": "a"}
+    prompt = shown(context, FIRST_SYSTEM, messages=[rules, ASKED, answer, rules, ASKED])
+    assert prompt == "[system:Be brief.][user:q][assistant:a][user:Be brief.][user:q]"
+
+
+def test_what_no_change_makes_acceptable_is_refused_in_the_templates_words(context: PrepareContext) -> None:
+    refuses = "{% if messages|length > 1 %}{{ raise_exception('one message') }}{% endif %}{{ messages[0].content }}"
+    with pytest.raises(ServingError) as caught:
+        shown(context, refuses, messages=[ASKED, CALLED, RESULT])
+    assert "one message" in caught.value.message
+
+
+@pytest.mark.parametrize("asked", [{"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}])
+def test_thinking_is_switched_off_however_a_client_says_so(context: PrepareContext, asked: dict[str, Any]) -> None:
+    source = "{{ enable_thinking }} {{ thinking }} {{ messages[0].content }}"
+    assert shown(context, source, **asked) == "False False Hello"
+    assert shown(context, source, thinking={"type": "enabled"}) == "True True Hello"
+    assert shown(context, source, thinking={"type": "adaptive"}) == "  Hello"
+    given = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert shown(context, source, **asked, **given) == "True  Hello"

@@ -93,12 +93,22 @@ def test_the_output_is_as_long_as_the_context_has_room_for() -> None:
 
 
 def test_thinking_is_a_variable_of_the_template() -> None:
-    assert chat(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
+    assert chat(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False, "thinking": False}
     budget = {"type": "enabled", "budget_tokens": 5}
-    assert chat(thinking=budget).chat_template_kwargs == {"enable_thinking": True}
+    assert chat(thinking=budget).chat_template_kwargs == {"enable_thinking": True, "thinking": True}
     assert chat(thinking=budget).max_thinking_tokens == 5
     assert chat(thinking={"type": "adaptive"}).chat_template_kwargs is None
     assert chat(output_config={"effort": "low"}).reasoning_effort == "low"
+
+
+@pytest.mark.parametrize("rest", ["", "\nBe brief.\nx-anthropic-billing-header: quoted"])
+def test_the_line_with_which_claude_code_marks_each_request_is_not_in_the_prompt(rest: str) -> None:
+    mark = "x-anthropic-billing-header: cc_version=2.1.117.48f; cc_entrypoint=cli; cch=71fea;"
+    for system in (mark + rest, [{"type": "text", "text": text} for text in filter(None, (mark, rest[1:]))]):
+        messages = chat(system=system).messages
+        assert [each.content for each in messages if each.role == "system"] == ([rest[1:]] if rest else [])
+    quoted = f"See {mark}"
+    assert chat(system=quoted).messages[0].content == quoted
 
 
 def test_a_format_becomes_a_constraint() -> None:

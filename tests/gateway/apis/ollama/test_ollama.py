@@ -108,9 +108,9 @@ def test_thinking_formats_images_and_prefilled_answers_are_those_of_a_chat() -> 
         return chat_of(parse_ollama_chat(msgspec.json.encode({"messages": HI, **body})), CONTEXT).body
 
     assert chat().chat_template_kwargs is None
-    assert chat(think=False).chat_template_kwargs == {"enable_thinking": False}
+    assert chat(think=False).chat_template_kwargs == {"enable_thinking": False, "thinking": False}
     high = chat(think="high")
-    assert (high.chat_template_kwargs, high.reasoning_effort) == ({"enable_thinking": True}, "high")
+    assert (high.chat_template_kwargs, high.reasoning_effort) == ({"enable_thinking": True, "thinking": True}, "high")
     assert chat(format="").response_format is None
     assert chat(format="json").response_format.type == "json_object"
     assert chat(format=CITY).response_format.json_schema.schema == CITY
