@@ -360,8 +360,8 @@ def _pairs(model: str, ready: Sequence[Registration]) -> list[CheckResult]:
             text = f"{model}: the KV of {', '.join(alone)} ({role}) fits no {other} worker's, so that none of it moves"
             fix = (
                 "give both roles the same --engine, --dtype, --kv-dtype, --block-size, --quantization and "
-                "--max-model-len. If the model has sliding windows, workers with a draft model, --kv-offloading-size "
-                "or --kv-disk keep one pool for all layers: start the others with --no-hybrid-kv-cache"
+                "--max-model-len. If the model has sliding windows, workers with a draft model keep one pool for all "
+                "layers: start the others with --no-hybrid-kv-cache"
             )
             findings.append(warning("pairs", text, fix))
     return findings

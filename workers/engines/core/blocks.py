@@ -150,10 +150,12 @@ class BlockFetch:
     """Blocks that a waiting sequence needs from files: they stay in host memory until it has started.
 
     Attributes:
+        cache: which reads them.
         waiting: those that are still being read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: "HostCache") -> None:
+        self.cache = cache
         self.names: list[bytes] = []
         self.waiting: set[bytes] = set()
 
@@ -215,6 +217,8 @@ class DiskCache:
 class HostCache:
     """Which names are in which slot, and which of them are written to files and read from there.
 
+    Blocks and, with a pool of their own, rows of sliding-window layers each have one, under the same names.
+
     A slot is written from its first idle moment on, so that a block need not wait for its file when the slot is needed:
     what is not written by then is lost. So files never delay a step.
 
@@ -258,24 +262,32 @@ class HostCache:
         disk = self.disk
         return disk is not None and len(disk.writing) + len(disk.reading) > len(disk.late) + len(disk.stuck)
 
-    def save(self, name: bytes, parent: bytes | None, block: int, *, memory_only: bool = False) -> None:
-        """A named block leaves the device; without a slot that can be reassigned it is lost.
+    def has(self, name: bytes, *, files: bool = False) -> bool:
+        return name in self.names or (files and self.disk is not None and name in self.disk.names)
+
+    def save(
+        self, name: bytes, parent: bytes | None, block: int, *, memory_only: bool = False, last: bool = True
+    ) -> bool:
+        """A named block leaves the device; without a slot that can be reassigned it is lost. True: it is copied.
 
         Args:
             memory_only: it is not to be written to a file.
+            last: False: it makes room before all others do.
         """
-        if name in self.names:
-            self.names.move_to_end(name)
-        else:
+        fresh = name not in self.names
+        if fresh:
             slot = self._take_slot()
             if slot is None:
-                return
+                return False
             self._saves[slot] = block
             self._enter(name, parent, slot)
             if memory_only:
                 self.memory_only.add(name)
+        if fresh or last:
+            self.names.move_to_end(name, last=last)
         if not memory_only:
             self._may_write((name,))
+        return fresh
 
     def _enter(self, name: bytes, parent: bytes | None, slot: int) -> None:
         self.names[name] = slot
@@ -375,9 +387,9 @@ class HostCache:
         if self.compute_s and disk.files.read_s > self.compute_s:
             disk.files.read_s *= FORGIVEN
             return None
-        fetch, room = BlockFetch(), int(self.slots * MOST_READ) - len(self._kept)
+        fetch, room = BlockFetch(self), int(self.slots * MOST_READ) - len(self._kept)
         for name in digests[start:limit]:
-            if len(fetch.names) >= room or (name not in self.names and name not in disk.names):
+            if len(fetch.names) >= room or not self.has(name, files=True):
                 break
             if name in self.names:
                 self.names.move_to_end(name)
@@ -477,6 +489,12 @@ class BlockObserver(Protocol):
 
     def move(self, block: int, copy: int) -> None:
         """The name of ``block``, which has no holder, moves to a held copy."""
+
+    def save(self, block: int, name: bytes) -> bool:
+        """A block, which has or had this name, leaves the device: plan to copy the data; False: none."""
+
+    def forget(self, *, files: bool) -> None:
+        """As of ``HostCache``."""
 
 
 class BlockManager:
@@ -608,11 +626,21 @@ class BlockManager:
         self.names[block] = None
         if self.kv_events:
             self._removed.append(name)
-        if self.host is not None and saved:
-            self.host.save(name, self.parents[block], block, memory_only=block in self.memory_only)
+        if saved:
+            self.save(block, name)
         if self.observer is not None:
             self.observer.discard(block)
         return block
+
+    def save(self, block: int, name: bytes) -> bool:
+        """Plan to copy a block, which has or had this name, to the host; False: nothing is to be copied."""
+        if self.host is None:
+            return False
+        parent, memory_only = self.parents[block], block in self.memory_only
+        saved = self.host.save(name, parent, block, memory_only=memory_only)
+        if self.observer is not None and self.observer.save(block, name):
+            return True
+        return saved
 
     def save_ahead(self) -> None:
         """Plan to save some of the blocks that became idle lately."""
@@ -620,15 +648,18 @@ class BlockManager:
         while self.host is not None and self._newly_idle and saved < AHEAD:
             block = self._newly_idle.popleft()
             name = self.names[block]
-            if block in self.idle and name is not None and name not in self.host.names:
-                self.host.save(name, self.parents[block], block, memory_only=block in self.memory_only)
-                saved += 1
+            if block in self.idle and name is not None:
+                saved += self.save(block, name)
 
-    def evict(self) -> bool:
-        """Remove the next block from the cache; False: none is idle."""
+    def evict(self, *, saved: bool = True) -> bool:
+        """Remove the next block from the cache; False: none is idle.
+
+        Args:
+            saved: in the host, if there is one.
+        """
         if not self.idle:
             return False
-        self.unused.append(self._evict_one())
+        self.unused.append(self._evict_one(saved=saved))
         return True
 
     def forget(self, *, files: bool = True) -> None:
@@ -637,7 +668,7 @@ class BlockManager:
         Args:
             files: neither is what the files hold.
         """
-        while self.evict():
+        while self.evict(saved=False):
             pass
         for name, block in self.cache.items():
             self.names[block] = None
@@ -646,6 +677,8 @@ class BlockManager:
         self.cache.clear()
         if self.host is not None:
             self.host.forget(files=files)
+        if self.observer is not None:
+            self.observer.forget(files=files)
 
     def shared(self, block: int) -> bool:
         """Whether more than one table holds a block."""

@@ -9,7 +9,6 @@ as long as they equal the drawn tokens, so the output is that of the target alon
 The state of a scheduler in numbers, as engines report it. Pure.
 """
 
-import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -26,7 +25,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import KV, WINDOWS, Memory
 from penstock.workers.engines.constraints.compiler import ConstraintCompiler
 from penstock.workers.engines.constraints.open_constraints import RunningConstraints, matcher_of
-from penstock.workers.engines.core.blocks import MOST_WRITES, BlockCopier, DiskCache, HostCache
+from penstock.workers.engines.core.blocks import MOST_WRITES, BlockCopier, DiskCache
 from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
 from penstock.workers.engines.core.queue import AdapterSlots
 from penstock.workers.engines.core.scheduler import Scheduler
@@ -105,7 +104,8 @@ class Speculator:
 
 def scheduler_stats(scheduler: Scheduler) -> EngineStats:
     report, drafts = scheduler.report, scheduler.drafts
-    pool, host = scheduler.kv_cache.pool, scheduler.blocks.host
+    pool = scheduler.kv_cache.pool
+    host = pool.host
     return EngineStats(
         running=len(scheduler.running),
         waiting=len(scheduler.queue),
@@ -268,7 +268,8 @@ class ScheduledEngine:
         speculation: proposes tokens to ``executor``; not with ``ahead``, where the next plan is made too early.
         grammars: compiles constraints; None: requests with one are refused.
         adapters: LoRA adapters, in the scheduler's slots; None: requests with one are refused.
-        copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
+        copier, row_copier: of blocks, and of rows of sliding-window layers, to and from host memory, if the scheduler's
+            ``blocks.host`` and ``windows.host`` plan copies.
         store: of the weights; None: they stay as they are.
     Attributes:
         hold: which sequences of a plan are to wait for a later step; None: none. Not with ``ahead``.
@@ -286,18 +287,21 @@ class ScheduledEngine:
         speculation: Speculator | None = None,
         copier: BlockCopier | None = None,
         *,
+        row_copier: BlockCopier | None = None,
         grammars: ConstraintCompiler | None = None,
         adapters: Adapters | None = None,
         store: WeightStore | None = None,
     ) -> None:
         assert speculation is None or executor is not None
-        assert (copier is None) == (scheduler.blocks.host is None)
+        assert len(scheduler.kv_cache.hosts) == (copier is not None) + (row_copier is not None)
         self.hold: Callable[[list[ScheduledSequence]], list[ScheduledSequence]] | None = None
         self._speculation = speculation
-        self._copier = copier
+        self._copier, self._row_copier = copier, row_copier
+        scheduler.reservations.copy = self._copy
         if copier is not None:
-            scheduler.reservations.copy = functools.partial(self._copy, copier)
             scheduler.reservations.settle = copier.settle
+        if row_copier is not None:
+            scheduler.reservations.settle_rows = row_copier.settle
         self.info = info
         self.grammars: ConstraintCompiler | None = grammars
         self.adapters = adapters
@@ -353,17 +357,19 @@ class ScheduledEngine:
         Raises:
             EngineError: the executor is broken; so is this engine.
         """
-        host = self.scheduler.blocks.host
+        hosts = self.scheduler.kv_cache.hosts
         began = time.perf_counter()
-        if host is None:
+        if not hosts:
             return self._step(began)
-        host.poll()
+        for host in hosts:
+            host.poll()
         self.scheduler.blocks.save_ahead()
         result = self._step(began)
         tokens = result.computed_tokens - len(result.outputs)
         if tokens >= LEAST_PROMPT_TOKENS:
             took = (time.perf_counter() - began) / tokens * self.info.block_size
-            host.compute_s += (took - host.compute_s) * (PROMPT_SHARE if host.compute_s else 1.0)
+            for host in hosts:
+                host.compute_s += (took - host.compute_s) * (PROMPT_SHARE if host.compute_s else 1.0)
         return result
 
     def _step(self, began: float) -> StepResult:
@@ -381,7 +387,7 @@ class ScheduledEngine:
             plan = scheduler.postpone(plan, waiting)
             scoring = [scheduled for scheduled in scoring if scheduled not in waiting]
         if self._copier is not None and plan:
-            self._copy(self._copier)
+            self._copy()
         if (prompts_end := scheduler.reservations.prompts_end) is not None:
             ending = [scheduled.sequence.key for scheduled in plan if scheduled.samples and scheduled.sequence.pin]
             if ending:
@@ -407,34 +413,35 @@ class ScheduledEngine:
             result.failures += failures
         return result
 
-    def _copy(self, copier: BlockCopier) -> None:
-        """Copy the blocks that this plan reassigns to the host, and those that it reads from there."""
-        host = self.scheduler.blocks.host
-        copies = None if host is None else host.take_copies()
-        if copies is not None:
-            copier.copy(copies)
+    def _copy(self) -> None:
+        """Copy the blocks and rows that this plan reassigns to the host, and those that it reads from there."""
+        copiers = self._copier, self._row_copier
+        for host, copier in zip(self.scheduler.kv_cache.hosts, copiers, strict=False):
+            copies = host.take_copies()
+            if copies is not None and copier is not None:
+                copier.copy(copies)
 
-    def _spill(self, host: HostCache, disk: DiskCache) -> None:
+    def _spill(self, disks: list[DiskCache]) -> None:
         """Write what is cached to files, for the next start, as far as that goes within ``SPILL_S``."""
-        blocks, deadline = self.scheduler.blocks, time.monotonic() + SPILL_S
+        blocks, hosts, deadline = self.scheduler.blocks, self.scheduler.kv_cache.hosts, time.monotonic() + SPILL_S
         left = [(name, block) for name, block in blocks.cache.items() if block not in blocks.memory_only]
-        left = [each for each in left if each[0] not in host.names and each[0] not in disk.names][::-1]
+        left = [each for each in left if not all(host.has(each[0], files=True) for host in hosts)][::-1]
         try:
-            if self._copier is not None:
-                self._copy(self._copier)
-            while time.monotonic() < deadline and (left or host.unwritten or disk.writing):
-                host.poll()
-                if not disk.writing and host.unwritten:  # the disk takes no more
+            self._copy()
+            while time.monotonic() < deadline and (left or any(host.unwritten for host in hosts) or _writing(disks)):
+                for host in hosts:
+                    host.poll()
+                if not _writing(disks) and any(host.unwritten for host in hosts):  # the disk takes no more
                     break
-                while left and len(host.unwritten) < MOST_WRITES:
+                while left and all(len(host.unwritten) < MOST_WRITES for host in hosts):
                     name, block = left.pop()
-                    host.save(name, blocks.parents[block], block)
-                if self._copier is not None:
-                    self._copy(self._copier)
+                    blocks.save(block, name)
+                self._copy()
                 time.sleep(SPILL_PAUSE_S)
         except EngineError as error:
             log.warning("kv_not_spilled", error=str(error))
-        disk.files.close()
+        for disk in disks:
+            disk.files.close()
 
     def _step_overlapped(
         self,
@@ -471,7 +478,8 @@ class ScheduledEngine:
             self.ahead = executor  # type: ignore[assignment]
 
     def stats(self) -> EngineStats:
-        load_s = self._copier.load_s if self._copier is not None else 0.0
+        copier = self._copier if self.scheduler.kv_cache.pool is self.scheduler.blocks else self._row_copier
+        load_s = copier.load_s if copier is not None else 0.0
         stats, errors = scheduler_stats(self.scheduler), self._processors.errors.count
         return msgspec.structs.replace(stats, logits_errors=errors, load_s=load_s)
 
@@ -502,16 +510,20 @@ class ScheduledEngine:
 
     def close(self) -> None:
         self.inflight = None
-        host = self.scheduler.blocks.host
-        if host is not None and host.disk is not None:
-            self._spill(host, host.disk)
+        if disks := [host.disk for host in self.scheduler.kv_cache.hosts if host.disk is not None]:
+            self._spill(disks)
         self._owned.close()
         if self._speculation is not None:
             self._speculation.drafter.close()
-        if self._copier is not None:
-            self._copier.close()
+        for copier in (self._copier, self._row_copier):
+            if copier is not None:
+                copier.close()
         if self.vision is not None:
             self.vision.close()
+
+
+def _writing(disks: list[DiskCache]) -> bool:
+    return any(disk.writing for disk in disks)
 
 
 def _lacks_embeddings(scheduled: ScheduledSequence) -> bool:

@@ -23,6 +23,7 @@ KV blocks at a handoff: reserved for prompts that arrive, pinned for prompts tha
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.infra.process.class_queue import StartQueue, StartShare
@@ -48,7 +49,7 @@ class Reservations:
     Attributes:
         prompts_end: as of ``KvTransfer``.
         copy: makes the copies that are planned, without waiting.
-        settle: waits for copies of these blocks.
+        settle, settle_rows: wait for copies of these blocks, or rows of sliding-window layers.
 
     Args:
         pinned: holds what other workers read of the cache.
@@ -73,6 +74,7 @@ class Reservations:
         self._row_headroom = row_headroom
         self.copy: Callable[[], None] = lambda: None
         self.settle: Callable[[Seq[int]], None] = lambda blocks: None
+        self.settle_rows: Callable[[Seq[int]], None] = lambda rows: None
         self.expected = 0  # sequences that reservations were made for, and that have not started
         self.reserved_blocks = 0
 
@@ -118,6 +120,7 @@ class Reservations:
             lack = [(n, table[n]) for n in range(first, full) if table[n] not in self._windows.rows]
             lack += [(full, tail) for tail in reservation.tails]
             rows = self._windows.reserve(len(lack))
+            self.settle_rows(rows)
             reservation.fills = [RowToFill(n, block, row) for (n, block), row in zip(lack, rows, strict=True)]
         return reservation
 
@@ -191,6 +194,9 @@ class Reservations:
             or blocks.left(there, 0) < self.expected + self._headroom()
         ):
             return 0
+        if windows is not None and windows.host is not None:  # blocks have names already when their rows are loaded
+            self.copy()
+            self.settle_rows(found.windows.rows)
         table = blocks.take(there, 0)
         assert table is not None
         self._pinned.hold(key, table, window if windows is not None else [])
@@ -359,6 +365,7 @@ class _BlockNeed(NamedTuple):
     fresh: int  # further blocks
     named: int
     offloaded: list[bytes]  # names of the first fresh ones that the host has
+    rows: list[bytes]  # names of blocks whose rows come from the host
 
 
 class Queue:
@@ -420,7 +427,7 @@ class Queue:
         """It was cancelled."""
         del self.waiting[sequence.key]
         self.unreserve(sequence)
-        self._release_fetch(sequence)
+        self._release_fetches(sequence)
         if self._fair is not None and not sequence.started:
             self._fair.remove(sequence.key)
         self._unshare()
@@ -477,7 +484,7 @@ class Queue:
     def next(self, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Take the next sequence out of the queue; None: none can start."""
         head = self._head()
-        if head.fetch is not None and head.fetch.waiting:
+        if _reads(head):
             return self._pass_reading(running)
         if not self.adapters.has_room(head):
             return self._pass(head, running)
@@ -495,20 +502,26 @@ class Queue:
         host, digests = self._blocks.host, sequence.digests
         if host is None or host.disk is None or sequence.reservation is not None:
             return
-        most = self._reusable(sequence)
-        hits = len(self._blocks.match(digests, most))
-        sequence.fetch = host.fetch(digests, hits, most)
+        most, rows, windows = self._reusable(sequence), list[bytes](), self._windows
+        hits = self._blocks.match(digests, most)
+        if windows is not None:
+            behind = takewhile(lambda name: host.has(name, files=True), digests[len(hits) : most])
+            most = windows.usable(hits, names=[*digests[: len(hits)], *behind], files=True)
+            rows = windows.offloaded(hits, digests, most)
+        found = [host.fetch(digests, len(hits), most)]
+        if windows is not None and windows.host is not None:
+            found.append(windows.host.fetch(rows, 0, len(rows)))
+        sequence.fetches = tuple(fetch for fetch in found if fetch is not None)
 
-    def _release_fetch(self, sequence: Sequence) -> None:
-        fetch, sequence.fetch = sequence.fetch, None
-        if fetch is not None:
-            assert self._blocks.host is not None
-            self._blocks.host.release(fetch)
+    def _release_fetches(self, sequence: Sequence) -> None:
+        fetches, sequence.fetches = sequence.fetches, ()
+        for fetch in fetches:
+            fetch.cache.release(fetch)
 
     def _pass_reading(self, running: Seq[Sequence]) -> AdmittedSequence | None:
         """Let the first sequence that waits for no file go before the head, which does so for a bounded time."""
         for sequence in self.waiting.values():
-            if sequence.fetch is None or not sequence.fetch.waiting:
+            if not _reads(sequence):
                 return self._try_admit(sequence, running)
         return None
 
@@ -542,9 +555,10 @@ class Queue:
         return None
 
     def _try_admit(self, sequence: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
-        if not self.adapters.has_room(sequence) or (sequence.fetch is not None and sequence.fetch.waiting):
+        windows = self._windows
+        if not self.adapters.has_room(sequence) or _reads(sequence):
             return None
-        if self._windows is not None and sequence.reservation is None and not self._windows.room:
+        if windows is not None and sequence.reservation is None and not windows.room:
             return None
         need = self._need(sequence)
         if self._no_evict and sequence.reservation is None and not self._fits_to_end(sequence, need, running):
@@ -552,10 +566,14 @@ class Queue:
         host = self._blocks.host
         if host is not None:
             host.pin(need.offloaded)  # taking blocks evicts others, which are saved in its slots
+        if windows is not None and windows.host is not None:
+            windows.host.pin(need.rows)
         table = self._blocks.take(need.hits, need.fresh)
         if table is None:
             if host is not None:
                 host.unpin(need.offloaded)
+            if windows is not None and windows.host is not None:
+                windows.host.unpin(need.rows)
             return None
         hits = len(need.hits)
         computed = (hits + len(need.offloaded)) * self._block_size
@@ -564,7 +582,7 @@ class Queue:
             host.load(need.offloaded, blocks, memory_only=sequence.no_store)
             if not sequence.no_store:
                 self._blocks.memory_only.difference_update(need.hits)
-        self._release_fetch(sequence)
+        self._release_fetches(sequence)
         if need.tail:
             assert sequence.reservation is not None
             table[len(need.hits) : len(need.hits)] = need.tail
@@ -583,7 +601,7 @@ class Queue:
         size, scored = self._block_size, sequence.score >= sequence.prompt_len
         tokens, max_blocks = len(sequence.tokens), self._reusable(sequence)
         reservation, tail = sequence.reservation, []
-        offloaded: list[bytes] = []
+        offloaded, rows = list[bytes](), list[bytes]()
         if reservation is not None and reservation.filled:
             # Not looked up by name: another copy may have had the name, and may have been evicted.
             hits = reservation.blocks[:max_blocks]
@@ -597,12 +615,26 @@ class Queue:
                     named = min(named, len(hits))
         else:
             hits = self._blocks.match(sequence.digests, max_blocks)
-            if self._windows is not None:
-                del hits[self._windows.usable(hits) :]
-            named = len(hits)
             if self._blocks.host is not None:
-                offloaded = self._blocks.host.match(sequence.digests, named, max_blocks)
-        return _BlockNeed(hits, tail, -(-tokens // size) - len(hits) - len(tail), named, offloaded)
+                offloaded = self._blocks.host.match(sequence.digests, len(hits), max_blocks)
+            if self._windows is not None:
+                usable, rows = self._in_windows(self._windows, sequence.digests, hits, offloaded)
+                del offloaded[max(0, usable - len(hits)) :], hits[usable:]
+            named = len(hits)
+        return _BlockNeed(hits, tail, -(-tokens // size) - len(hits) - len(tail), named, offloaded, rows)
+
+    def _in_windows(
+        self, windows: WindowRows, digests: list[bytes], hits: list[int], offloaded: list[bytes]
+    ) -> tuple[int, list[bytes]]:
+        """How many blocks of a prefix can be reused, and which rows come from host memory for that."""
+        if windows.host is not None:
+            border = windows.usable(hits, names=digests[: len(hits) + len(offloaded)])
+            rows = windows.offloaded(hits, digests, border)
+            window = hits[windows.first_block(border * self._block_size) : border]
+            there = [block for block in window if block in windows.rows]
+            if not rows or windows.left(there, len(rows)) > 0:
+                return border, rows
+        return windows.usable(hits), []
 
     def _reusable(self, sequence: Sequence) -> int:
         """Leading blocks that can be taken from a cache."""
@@ -620,3 +652,8 @@ class Queue:
         for other in running:
             growth += max(0, -(-(other.limit - 1) // size) - len(other.blocks))
         return self._blocks.left(need.hits, need.fresh) >= growth
+
+
+def _reads(sequence: Sequence) -> bool:
+    """Whether it waits for files."""
+    return any(fetch.waiting for fetch in sequence.fetches)

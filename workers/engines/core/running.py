@@ -18,7 +18,7 @@ from penstock.schemas.block_hashes import chain, extend, split
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.schemas.wire import pack_tokens
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockManager, HostCache
 from penstock.workers.engines.core.queue import PinnedBlocks, Queue
 from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 from penstock.workers.engines.core.windows import WindowRows
@@ -189,6 +189,17 @@ class KvCacheManager:
         self.windows = windows
         self._block_size = block_size
         self._fair = fair
+
+    @property
+    def hosts(self) -> list[HostCache]:
+        """What is behind the blocks, and behind the rows."""
+        behind = self.blocks.host, None if self.windows is None else self.windows.host
+        return [host for host in behind if host is not None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether files are written or read."""
+        return self.blocks.host is not None and any(host.busy for host in self.hosts)
 
     @property
     def pool(self) -> BlockManager | WindowRows:

@@ -215,13 +215,13 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Nothing runs, and sequences wait for blocks that are pinned for handoffs, or files are read or written."""
-        waits = bool(self.queue and not self.held) or (self.blocks.host is not None and self.blocks.host.busy)
+        waits = bool(self.queue and not self.held) or self.kv_cache.busy
         return waits and not self.running and not self.running.ending
 
     def has_work(self) -> bool:
         if self.by_key and not self.held:
             return True
-        if self.blocks.host is not None and self.blocks.host.busy:
+        if self.kv_cache.busy:
             return True
         return bool(self._inflight or self.report or self.pinned.has_new or self.blocks.has_events)
 

@@ -75,7 +75,7 @@ class Sequence:
     pin: bool = False  # see SequenceRequest
     reservation: BlockReservation | None = None
     no_store: bool = False  # see SequenceRequest
-    fetch: BlockFetch | None = None  # what it waits for, or needs to start
+    fetches: tuple[BlockFetch, ...] = ()  # what it waits for, or needs to start
     adapter: "LoadedAdapter | None" = None
     adapter_slot: int = -1  # of the device, while it runs; -1: it has no adapter
     passed: int = 0  # times that others went before it, because no slot was free for its adapter

@@ -18,6 +18,9 @@ A prefix of the cache can be reused up to a block border if the rows that a wind
 Passed rows are dropped without an event: a router's view of a prefix is exact for the longest chains, and a request
 that branches off inside one may find less.
 
+Behind the rows there may be host memory, as behind the blocks (``HostCache``). A row is saved when it is
+reassigned or its block leaves the device. What a prefix lacks of its window comes back from there.
+
 Other workers fill rows while a step is computed. That is safe between two calls of ``Scheduler.schedule``: the one plan
 that may be in flight then was made after the rows that are passed by now were passed, so it reads none of them.
 """
@@ -26,7 +29,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockManager, HostCache
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.engine_protocol import HeldRows
 
@@ -42,7 +45,8 @@ class WindowRows:
     Args:
         block_size: tokens of a row.
         window: tokens that a query attends to in these layers, itself included.
-        only: the model has no other layers, so this pool is its whole KV cache.
+        only: this pool is the model's whole KV cache; it has no other layers.
+        host: has rows of blocks that left the device.
 
     Attributes:
         rows: the row of each block that has one; ``free`` has the others, but for those that are reserved.
@@ -52,8 +56,18 @@ class WindowRows:
         kept: rows that readers and reservations hold; those of shared blocks count several times.
     """
 
-    def __init__(self, blocks: BlockManager, total_blocks: int, *, block_size: int, window: int, only: bool) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        total_blocks: int,
+        *,
+        block_size: int,
+        window: int,
+        only: bool,
+        host: HostCache | None = None,
+    ) -> None:
         self.total_blocks = total_blocks
+        self.host = host
         self.only = only
         self.window = window
         self.block_size = block_size
@@ -96,35 +110,53 @@ class WindowRows:
         """The first block that a query at ``position`` attends to."""
         return max(0, position - self.window + 1) // self.block_size
 
-    def usable(self, hits: Seq[int], tokens: int = 0) -> int:
+    def usable(self, hits: Seq[int], tokens: int = 0, names: Seq[bytes] = (), *, files: bool = False) -> int:
         """How many of the blocks of a prefix can be reused: those before the last border with a whole window.
 
         Args:
             tokens: in the blocks, if the last is not full; 0: all are.
+            names: of these blocks, and of those behind them that are in host memory: rows may be there, too.
+            files: or in files.
         """
-        border, position = len(hits), tokens or len(hits) * self.block_size
+        border = max(len(hits), len(names))
+        position, rows, host = tokens or border * self.block_size, self.rows, self.host if names else None
         while border:
             first = self.first_block(position)
             missing = border - 1
-            while missing >= first and hits[missing] in self.rows:
+            while missing >= first and (
+                (missing < len(hits) and hits[missing] in rows)
+                or (host is not None and host.has(names[missing], files=files))
+            ):
                 missing -= 1
             if missing < first:
                 break
             border, position = missing, missing * self.block_size  # every border behind needs the missing row, too
         return border
 
+    def offloaded(self, hits: Seq[int], names: Seq[bytes], border: int) -> list[bytes]:
+        """Names of the blocks of the window before ``border`` whose rows are not on the device; see ``usable``."""
+        first, rows = self.first_block(border * self.block_size), self.rows
+        return [names[n] for n in range(first, border) if n >= len(hits) or hits[n] not in rows]
+
     def admit(self, sequence: Sequence, computed: int) -> None:
         """A sequence starts behind ``computed`` cached tokens: hold the rows of its window.
 
-        ``sequence.blocks`` are held, and ``usable`` has found these rows.
+        ``sequence.blocks`` are held, and ``usable`` has found these rows; those in host memory are pinned there.
         """
         first, hits = self.first_block(computed), -(-computed // self.block_size)
         sequence.rows, sequence.first_row = [-1] * first, first
         self._pass_unheld(sequence.blocks[:first])
-        for block in sequence.blocks[first:hits]:
+        window, loaded = sequence.blocks[first:hits], list[tuple[int, bytes]]()
+        for number, block in enumerate(window, first):
             self.passed.pop(block, None)
             self.holders[block] = self.holders.get(block, 0) + 1
-            sequence.rows.append(self.rows[block])
+            if block not in self.rows:
+                loaded.append((block, sequence.digests[number]))
+        for block, name in loaded:
+            assert self.host is not None
+            self.rows[block] = self._take()
+            self.host.load([name], [self.rows[block]], memory_only=sequence.no_store)
+        sequence.rows += [self.rows[block] for block in window]
 
     def fit(self, sequence: Sequence, start: int, count: int, *, fair: bool = False) -> int:
         """How many of ``count`` tokens from ``start`` on can get rows, once those that are passed are released.
@@ -180,13 +212,15 @@ class WindowRows:
             if block in self.rows and block not in self.holders:
                 self._pass(block)
 
-    def _take(self) -> int:
+    def _take(self, *, foreign: bool = False) -> int:
         if not self.free and self.passed:
             block, _ = self.passed.popitem(last=False)
+            if not foreign and (name := self._blocks.names[block]) is not None:
+                self._save(block, name)
             row = self.rows.pop(block)
         else:
             while not self.free:
-                evicted = self._blocks.evict()
+                evicted = self._blocks.evict(saved=not foreign)
                 assert evicted, "more rows were promised than there are"
             row = self.free.pop()
         self.generations[row] = (self.generations[row] + 1) & 0xFFFFFFFF
@@ -226,8 +260,11 @@ class WindowRows:
             self._drop(block, passed=self._blocks.shared(block))
 
     def reserve(self, count: int) -> list[int]:
-        """Rows that another worker fills; ``left`` has allowed it. They end with ``enter`` or ``unreserve``."""
-        rows = [self._take() for _ in range(count)]
+        """Rows that another worker fills; ``left`` has allowed it. They end with ``enter`` or ``unreserve``.
+
+        What they held is lost, unless it was saved ahead, as of ``BlockManager.take``.
+        """
+        rows = [self._take(foreign=True) for _ in range(count)]
         self._reserved += count
         self.kept += count
         return rows
@@ -257,6 +294,19 @@ class WindowRows:
             self._pass(copy)
         else:
             self.discard(block)
+
+    def save(self, block: int, name: bytes) -> bool:
+        return self._save(block, name, last=block not in self.passed)
+
+    def _save(self, block: int, name: bytes, *, last: bool = True) -> bool:
+        row, blocks = self.rows.get(block), self._blocks
+        if self.host is None or row is None:
+            return False
+        return self.host.save(name, blocks.parents[block], row, memory_only=block in blocks.memory_only, last=last)
+
+    def forget(self, *, files: bool) -> None:
+        if self.host is not None:
+            self.host.forget(files=files)
 
     def discard(self, block: int) -> None:
         row = self.rows.pop(block, None)

@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -24,6 +25,7 @@ from penstock.workers.engines.core.engine import Adapters, ScheduledEngine
 from penstock.workers.engines.core.queue import AdapterSlots
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.windows import most_rows
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.logits.registry import Registry
 from penstock.workers.engines.native.block_files import FolderFiles
@@ -68,6 +70,7 @@ class HostPool:
     def __init__(self, pool: KvPool, slots: int) -> None:
         self._pool: KvPool | None = pool
         self._device = pool.data.device
+        self.slots = slots
         size, dtype = (slots, *pool.data.shape[1:]), pool.data.dtype
         try:
             if self._device.type == "cuda":  # page-locked, so that copies are asynchronous
@@ -76,7 +79,7 @@ class HostPool:
                 self._data = zeros(size, dtype, torch.device("cpu"))
         except (OSError, RuntimeError) as error:
             raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
-        self._bytes = self._data.view(torch.uint8).reshape(slots, -1).numpy()
+        self._bytes = self._data.view(torch.uint8).reshape(slots, pool.block_bytes).numpy()
         self._copied: torch.cuda.Event | None = None  # behind the copies so far
         self._under_way: deque[tuple[torch.cuda.Event, frozenset[int]]] = deque()  # with their blocks
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None  # around the last loads
@@ -266,7 +269,7 @@ def _prepare_rank(options: NativeOptions, rank: int) -> torch.device:
 
 
 def _is_hybrid(options: NativeOptions) -> bool:
-    return options.hybrid_kv_cache and not options.drafts and not options.kv_offloading_size and not options.kv_disk
+    return options.hybrid_kv_cache and not options.drafts
 
 
 def _load(model: str, device: torch.device, options: NativeOptions, group: RankGroup | None = None) -> Model:
@@ -320,9 +323,9 @@ def assemble(
         applied = make_adapters(target, options)
         pools = make_pools(loaded, options, limit, hybrid=_is_hybrid(options), draft=draft)
         log.info("kv_cache_allocated", device=loaded.device.type, **pools.described())
-        host, copier = _offload(pools, options)
+        behind, behind_rows = _offload(pools, options)
         blocks = BlockManager(
-            pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events, host=host
+            pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events, host=behind.host
         )
         speculation = make_speculation(options, proposing, pools, limit, loaded, blocks.generations)
     except torch.OutOfMemoryError as error:
@@ -339,7 +342,7 @@ def assemble(
             eos_token_ids=loaded.eos_token_ids,
             no_evict=options.no_evict,
         ),
-        pools.window_rows(blocks),
+        pools.window_rows(blocks, behind_rows.host),
         slots,
     )
     make = functools.partial(
@@ -358,35 +361,21 @@ def assemble(
         )
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
     info = msgspec.structs.replace(info, constraints=ALL_CONSTRAINTS if grammars is not None else ())
-    if (
-        isinstance(executor, TorchExecutor | LeadingExecutor) or speculation is not None
-    ):  # proposals follow from the last step's tokens
-        return ScheduledEngine(
-            info,
-            scheduler,
-            executor,
-            encoder,
-            processors,
-            None,
-            speculation,
-            copier,
-            grammars=grammars,
-            adapters=adapters,
-            store=store,
-        )
-    return ScheduledEngine(
+    make_engine = functools.partial(
+        ScheduledEngine,
         info,
         scheduler,
-        None,
-        encoder,
-        processors,
-        executor,
-        None,
-        copier,
+        encoder=encoder,
+        processors=processors,
+        copier=behind.copier,
+        row_copier=behind_rows.copier,
         grammars=grammars,
         adapters=adapters,
         store=store,
     )
+    if isinstance(executor, TorchExecutor | LeadingExecutor) or speculation is not None:
+        return make_engine(executor=executor, speculation=speculation)  # proposals follow from the last step's tokens
+    return make_engine(executor=None, ahead=executor)
 
 
 def _info(
@@ -408,23 +397,57 @@ def _info(
     )
 
 
-def _offload(pools: KvPools, options: NativeOptions) -> tuple[HostCache | None, HostPool | None]:
-    """Where evicted blocks go, if the options have host memory or a folder for them."""
+class _Offload(NamedTuple):
+    """Where what leaves a pool goes; None: nowhere."""
+
+    host: HostCache | None = None
+    copier: HostPool | None = None
+
+
+def _offload(pools: KvPools, options: NativeOptions) -> tuple[_Offload, _Offload]:
+    """Where evicted blocks go, and their rows of sliding layers, if the options have host memory or a folder for them.
+
+    Both share memory and files in the same proportion as the device's memory.
+    """
     size = options.kv_offloading_size or (DISK_HOST_GIB if options.kv_disk else 0.0)
     if not size or not options.prefix_cache:
-        return None, None
-    block_bytes = pools.kv.block_bytes
-    slots = int(size * (1 << 30)) // block_bytes
-    if slots < 1:
-        raise EngineError(f"a KV block has {block_bytes} bytes; raise kv_offloading_size (GiB)")
-    pool, disk = HostPool(pools.kv, slots), None
+        return _Offload(), _Offload()
+    pooled = [(pools.kv, 1)]  # with the least slots
+    if pools.sliding is not None:  # files may fill half of them
+        pooled.append((pools.sliding.pool, 2 * most_rows(pools.sliding.layers.window, options.block_size)))
+    whole = sum(pool.blocks * pool.block_bytes for pool, _ in pooled)
+    needed = max(-(-least * whole // pool.blocks) for pool, least in pooled)
+    given = int(size * (1 << 30))
+    if not options.kv_offloading_size:
+        given = max(given, needed)
+    if given < needed:
+        raise EngineError(f"KV in host memory takes {needed / (1 << 30):.2g} GiB at least; raise kv_offloading_size")
+    made = [HostPool(pool, given * pool.blocks // whole) for pool, _ in pooled]
+    disks: list[DiskCache | None] = [None] * len(made)
     if options.kv_disk:
-        layout = f"{pools.kv.memory().layout} {options.quantization}"
-        files = FolderFiles(options.kv_disk, layout, block_bytes, pool.view, pool.ready)
-        most = options.kv_disk_bytes // files.file_bytes
-        disk = DiskCache(files, most, files.present, kv_events=options.kv_events)
-        log.info("kv_disk_opened", folder=options.kv_disk, blocks=len(disk.names), most_blocks=most)
-    return HostCache(slots, kv_events=options.kv_events, disk=disk), pool
+        files = [
+            FolderFiles(
+                options.kv_disk,
+                f"{pool.memory().layout} {options.quantization}{' windows' * number}",
+                pool.block_bytes,
+                host.view,
+                host.ready,
+            )
+            for number, ((pool, _), host) in enumerate(zip(pooled, made, strict=True))
+        ]
+        whole = sum(pool.blocks * each.file_bytes for (pool, _), each in zip(pooled, files, strict=True))
+        disks = [
+            DiskCache(each, options.kv_disk_bytes * pool.blocks // whole, each.present, kv_events=kv_events)
+            for (pool, _), each, kv_events in zip(pooled, files, (options.kv_events, False), strict=False)
+        ]
+        blocks = disks[0]
+        assert blocks is not None
+        log.info("kv_disk_opened", folder=options.kv_disk, blocks=len(blocks.names), most_blocks=blocks.most_blocks)
+    offloads = [
+        _Offload(HostCache(host.slots, kv_events=kv_events, disk=disk), host)
+        for host, disk, kv_events in zip(made, disks, (options.kv_events, False), strict=False)
+    ]
+    return offloads[0], offloads[1] if len(offloads) > 1 else _Offload()
 
 
 def find_device(name: str) -> torch.device:

@@ -591,7 +591,7 @@ def moving(name: str, role: str, layout: str) -> Registration:
 
 
 def test_workers_whose_kv_fits_no_partner_are_named() -> None:
-    """As of a model with sliding windows, where prefill workers have --kv-offloading-size and decode workers do not."""
+    """As of a model with sliding windows, where decode workers have a draft model and prefill workers do not."""
     one, two = moving("p-1", "prefill", "float32(3,2,8,2,16)"), moving("d-1", "decode", "float32(1,2,8,2,16)")
     found = [finding for finding in check_workers([one, two]) if finding.check == "pairs"]
     assert [finding.what.partition(" fits")[0] for finding in found] == [

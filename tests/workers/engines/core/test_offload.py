@@ -28,18 +28,18 @@ WORDS, SIZE = MockVocabulary(6, excluded=(2,)), 4
 
 
 class Copier:
-    """Copies what ``PoolMemory`` says lies in the pool."""
+    """Copies what lies in a pool by the places of its blocks."""
 
     load_s = 0.0
 
-    def __init__(self, memory: PoolMemory) -> None:
-        self.memory = memory
+    def __init__(self, content: dict[tuple[int, int], tuple[int, ...]]) -> None:
+        self.content = content
         self.settled: list[int] = []
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.closed = False
 
     def copy(self, copies: BlockCopies) -> None:
-        content = self.memory.content
+        content = self.content
         assert len({slot for _, slot in copies.saves}) == len(copies.saves)
         for block, slot in copies.saves:
             self.slots.update({(slot, offset): content[block, offset] for offset in range(SIZE)})
@@ -111,7 +111,7 @@ class Rig:
         config = SchedulerConfig(block_size=SIZE, max_running=3, max_batched_tokens=budget, max_model_len=200)
         self.scheduler = Scheduler(self.manager, config)
         self.memory = PoolMemory(MockExecutor(WORDS, 1, speedup=0), SIZE, ROOT)
-        self.copier = Copier(self.memory)
+        self.copier = Copier(self.memory.content)
         if files is not None:
             files.slots = self.copier.slots
         info = EngineInfo("mock", SIZE, blocks, 3, 200, 6, (), True)

@@ -1,7 +1,7 @@
 """Rows of sliding-window layers: bounded, never somebody else's, and found again only where a whole window is there."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import cast
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, DiskCache, HostCache
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
@@ -27,6 +27,7 @@ from penstock.workers.engines.engine_protocol import (
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, names, request
+from tests.workers.engines.core.test_offload import Copier, Files
 
 WORDS = MockVocabulary(6, excluded=(2,))
 SIZE = 4
@@ -38,6 +39,7 @@ class WindowMemory(PoolMemory):
     def __init__(self, window: int) -> None:
         super().__init__(MockExecutor(WORDS, 1, speedup=0), SIZE, ROOT)
         self.window = window
+        self.queue = deque[Callable[[], None]]()  # what a device still has to do
         self.rows: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def execute(self, plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> list[Sampled]:
@@ -78,9 +80,38 @@ class Pending:
 
     def __init__(self, memory: WindowMemory, plan: list[ScheduledSequence]) -> None:
         self._memory, self._plan = memory, plan
+        self._sampled: list[Sampled] | None = None
+        memory.queue.append(self._run)
+
+    def _run(self) -> None:
+        self._sampled = self._memory.execute(self._plan)
 
     def result(self) -> list[Sampled]:
-        return self._memory.execute(self._plan)
+        while self._sampled is None:
+            self._memory.queue.popleft()()
+        return self._sampled
+
+
+class LateCopier(Copier):
+    """Copies in the order of the device's work, as late as that may be."""
+
+    def __init__(self, memory: WindowMemory, content: dict[tuple[int, int], tuple[int, ...]]) -> None:
+        super().__init__(content)
+        self.queue, self.waiting = memory.queue, list[frozenset[int]]()
+
+    def copy(self, copies: BlockCopies) -> None:
+        touched = frozenset([block for block, _ in copies.saves] + [block for _, block in copies.loads])
+        self.waiting.append(touched)
+
+        def run() -> None:
+            super(LateCopier, self).copy(copies)
+            self.waiting.remove(touched)
+
+        self.queue.append(run)
+
+    def settle(self, blocks: Collection[int]) -> None:
+        while any(not touched.isdisjoint(blocks) for touched in self.waiting):
+            self.queue.popleft()()
 
 
 class Rig:
@@ -98,9 +129,14 @@ class Rig:
         prefix_cache: bool = True,
         no_evict: bool = False,
         overlapped: bool = False,
+        slots: tuple[int, int] | None = None,
+        files: tuple[Files, Files] | None = None,
     ) -> None:
-        self.manager = BlockManager(blocks, prefix_cache=prefix_cache)
-        self.windows = WindowRows(self.manager, rows, block_size=SIZE, window=window, only=only)
+        disks = [None] * 2 if files is None else [DiskCache(each, 99, dict(each.present)) for each in files]
+        self.hosts = [HostCache(count, disk=disk) for count, disk in zip(slots or (), disks, strict=False)]
+        host, row_host = self.hosts or (None, None)
+        self.manager = BlockManager(blocks, prefix_cache=prefix_cache, host=host)
+        self.windows = WindowRows(self.manager, rows, block_size=SIZE, window=window, only=only, host=row_host)
         self.scheduler = Scheduler(
             self.manager,
             SchedulerConfig(
@@ -117,14 +153,21 @@ class Rig:
         self.memory = WindowMemory(window)
         ahead = cast(OverlapExecutor, SimpleNamespace(launch=lambda plan, scoring: Pending(self.memory, plan)))
         computing = None if overlapped else self.memory
-        self.engine = ScheduledEngine(info, self.scheduler, computing, ahead=ahead if overlapped else None)
+        pools = (self.memory.content, self.memory.rows) if slots is not None else ()
+        self.copiers = [LateCopier(self.memory, pool) if overlapped else Copier(pool) for pool in pools]
+        for each, slot_copier in zip(files or (), self.copiers, strict=False):
+            each.slots = slot_copier.slots
+        copier, row_copier = self.copiers or (None, None)
+        self.engine = ScheduledEngine(
+            info, self.scheduler, computing, ahead=ahead if overlapped else None, copier=copier, row_copier=row_copier
+        )
         self.pinned: list[PinnedPrompt] = []
         self.mirror = Mirror()
         self.most = 0
 
     def step(self) -> StepResult:
         result = self.engine.step()
-        self.mirror.apply(result.events)
+        self.mirror.apply([event for event in result.events if not getattr(event, "tier", 0)])
         self.pinned += result.pinned
         self.most = max(self.most, self.windows.used_blocks)
         self.check()
@@ -148,6 +191,10 @@ class Rig:
         assert final <= manager.idle.keys(), "a row that nothing can reclaim"
         assert not windows.passed.keys() & windows.holders.keys()
         tables = [sequence.blocks for sequence in scheduler.running]
+        if not self.memory.queue:  # else some copies are still to be made
+            for host, copier in zip(self.hosts, self.copiers, strict=True):
+                for name, slot in host.names.items():
+                    assert slot in host._saves or names(list(copier.slots[slot, SIZE - 1]))[-1] == name
         check_pool(manager, [*tables, *(one.blocks + one.tails for one in waiting.values()), *scheduler.pinned.tables])
 
     def run(self, *requests: object) -> dict[object, list[int]]:
@@ -322,6 +369,54 @@ def test_a_pool_smaller_than_a_window_is_refused() -> None:
         WindowRows(BlockManager(10), 3, block_size=4, window=10, only=False)
 
 
+def test_a_window_that_left_the_device_comes_back_from_host_memory() -> None:
+    """Of a prompt whose blocks are still there, and of one that has left as a whole."""
+    rig = Rig(8, 6, slots=(40, 40))
+    rig.run(request("a", prompt(41), 2, ignore_eos=True, root=ROOT))
+    rig.run(request("b", prompt(41, salt=1), 2, ignore_eos=True, root=ROOT))
+    assert len(rig.manager.match(names(prompt(29)), 7)) == 7
+    rig.engine.submit(request("c", prompt(29), 9, ignore_eos=True, root=ROOT))
+    assert rig.step().started[0].cached_tokens == 28
+    assert rig.run()["c"] == expected_tokens(prompt(29), 9, WORDS)[1:]
+    while rig.manager.evict():
+        pass
+    rig.engine.submit(request("d", prompt(41), 9, ignore_eos=True, root=ROOT))
+    assert rig.step().started[0].cached_tokens == 40
+    assert rig.engine.stats().loaded_blocks == 10
+    assert rig.hosts[1].loaded_blocks < 8, "rows before the window stay where they are"
+
+
+def test_a_prefix_whose_rows_are_being_loaded_is_read_by_another_worker_afterwards() -> None:
+    rig = Rig(8, 6, slots=(40, 40), overlapped=True)
+    rig.run(request("a", prompt(41), 2, ignore_eos=True, root=ROOT))
+    rig.run(request("b", prompt(41, salt=1), 2, ignore_eos=True, root=ROOT))
+    rig.engine.submit(request("c", prompt(29), 9, ignore_eos=True, root=ROOT))
+    rig.step()
+    assert rig.memory.queue, "the copy is under way"
+    found = rig.scheduler.reservations.find(names(prompt(29)))
+    assert rig.scheduler.reservations.pin("reader", found) == 7
+    for block, row in zip(found.blocks[5:], found.windows.rows, strict=True):
+        assert rig.memory.rows[row, 3] == rig.memory.content[block, 3]
+    assert rig.engine.release_pinned("reader")
+    rig.run()
+
+
+def test_rows_that_are_being_saved_are_not_written_by_another_worker() -> None:
+    rig = Rig(8, 8, blocks=18, budget=4, slots=(40, 40), overlapped=True)
+    rig.run(request("a", prompt(41), 2, ignore_eos=True, root=ROOT))
+    rig.engine.submit(request("b", prompt(41, salt=1), 9, ignore_eos=True, root=ROOT))
+    rig.step()
+    assert rig.memory.queue, "rows of blocks that are evicted are being saved"
+    reservation = rig.scheduler.reservations.reserve(names(prompt(12)), 0, 1)
+    assert reservation is not None
+    assert (reservation.have, len(reservation.fills)) == (3, 2), "its blocks are here, and the rows of its window not"
+    (_, copier) = rig.copiers
+    assert isinstance(copier, LateCopier)
+    assert not any({fill.row for fill in reservation.fills} & touched for touched in copier.waiting)
+    rig.scheduler.reservations.release(reservation)
+    rig.run()
+
+
 @examples(150)
 @given(
     st.integers(1, 14),
@@ -329,6 +424,8 @@ def test_a_pool_smaller_than_a_window_is_refused() -> None:
     st.sampled_from((30, 60, 400)),
     st.integers(1, 30),
     st.booleans(),
+    st.sampled_from((None, (6, 3), (30, 9), (30, 30))),
+    st.sampled_from((None, ((9, True),), ((0, True), (2, True), (1, False)))),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(1, 30), st.integers(0, 6)), max_size=12),
     st.lists(st.integers(0, 11), max_size=3),
 )
@@ -338,14 +435,26 @@ def test_answers_are_those_without_windows(
     blocks: int,
     budget: int,
     prefix_cache: bool,
+    slots: tuple[int, int] | None,
+    plan: tuple[tuple[int, bool], ...] | None,
     requests: list[tuple[int, int, int, int]],
     cancelled: list[int],
 ) -> None:
-    rows = (window - 2) // SIZE + 2 + spare
-    rig = Rig(window, rows, blocks=blocks, budget=budget, prefix_cache=prefix_cache, max_running=4)
+    """Also with host memory and slow or damaged files, which a second engine finds."""
+    rows, files = (window - 2) // SIZE + 2 + spare, None if plan is None else (Files(), Files())
+    more = {"blocks": blocks, "budget": budget, "prefix_cache": prefix_cache, "max_running": 4, "slots": slots}
+    if files is not None and plan is not None and slots is not None:
+        first = Rig(window, rows, files=files, **more)  # type: ignore[arg-type]
+        for length, salt, _, _ in requests[:3]:
+            first.run(request(length, prompt(length, salt), 3, ignore_eos=True, root=ROOT))
+        first.engine.close()
+        for each, host in zip(files, first.hosts, strict=True):
+            assert host.disk is not None
+            each.present, each.plan = dict(host.disk.names), plan
+    rig = Rig(window, rows, files=files, **more)  # type: ignore[arg-type]
     wanted, outputs = {}, dict[object, list[int]]()
     for key, (length, salt, count, steps) in enumerate(requests):
-        rig.engine.submit(request(key, prompt(length, salt), count, ignore_eos=True))
+        rig.engine.submit(request(key, prompt(length, salt), count, ignore_eos=True, root=ROOT))
         wanted[key] = expected_tokens(prompt(length, salt), count, WORDS)
         for _ in range(steps):
             for output in rig.step().outputs:
@@ -368,6 +477,7 @@ def test_answers_are_those_without_windows(
     st.sampled_from((30, 60, 400)),
     st.booleans(),
     st.booleans(),
+    st.sampled_from((None, (6, 3), (30, 9))),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(0, 6), st.booleans()), max_size=8),
 )
 def test_answers_that_are_handed_off_are_those_of_one_engine(
@@ -376,10 +486,11 @@ def test_answers_that_are_handed_off_are_those_of_one_engine(
     blocks: int,
     only: bool,
     overlapped: bool,
+    slots: tuple[int, int] | None,
     requests: list[tuple[int, int, int, bool]],
 ) -> None:
     """Beside others that are computed in either engine."""
-    least, more = (window - 2) // SIZE + 2, {"blocks": blocks, "only": only, "max_running": 4}
+    least, more = (window - 2) // SIZE + 2, {"blocks": blocks, "only": only, "max_running": 4, "slots": slots}
     source, target = (Rig(window, least + rows, overlapped=overlapped, **more) for rows in spare)
     wanted, outputs = {}, dict[object, list[int]]()
 

@@ -14,12 +14,16 @@ from tests.workers.engines.native.models import drain, expected, prompt, request
 MIB = 1 / 1024  # GiB
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v2"])
+WINDOWED = ("gemma2", "gemma3", "gpt_oss", "mistral")  # soft caps; plain; sinks; sliding layers only
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2", *WINDOWED])
 def test_prompts_that_left_the_pool_are_found_again_with_their_kv(name: str, model_dir: Callable[[str], Path]) -> None:
     directory = model_dir(name)
     options = NativeOptions(device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=4 * MIB)
     native = build(str(directory), options)
-    for salt in range(3):
+    assert (native.scheduler.kv_cache.windows is not None) == (name in WINDOWED)
+    for salt in range(5):
         requests = [request(salt, prompt(60, salt), 20)]
         assert tokens(run(native, requests))[salt] == expected(directory, prompt(60, salt), 20)
     native.submit(request("again", prompt(60, 0), 20))
@@ -58,11 +62,14 @@ def test_kv_as_fp8_is_copied_as_it_is(name: str, model_dir: Callable[[str], Path
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("llama", "auto"), ("llama", "fp8"), ("llama", "bfloat16"), *((name, "auto") for name in WINDOWED)],
+)
 def test_a_prompt_is_found_again_after_a_restart(
-    kv_dtype: str, model_dir: Callable[[str], Path], tmp_path: Path
+    name: str, kv_dtype: str, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    directory = model_dir("llama")
+    directory = model_dir(name)
     sizes = {"block_size": 8, "kv_blocks": 14, "kv_offloading_size": 4 * MIB, "max_batched_tokens": 8}
     options = NativeOptions(device="cpu", kv_disk=str(tmp_path), kv_dtype=kv_dtype, **sizes)  # type: ignore[arg-type]
     answers, cached = [], []

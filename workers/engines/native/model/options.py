@@ -23,8 +23,7 @@ class NativeOptions:
         kv_memory_fraction: of free memory, for the KV cache; 0: 0.85 on CUDA, a quarter on a CPU.
         no_evict: see ``Scheduler``.
         hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows.
-        kv_offloading_size: GiB of host memory for KV blocks that leave the pool, in one pool for all layers then; 0:
-            none.
+        kv_offloading_size: GiB of host memory for KV that leaves the pools; 0: none.
         kv_disk: folder for KV blocks that leave host memory, of which there is ``DISK_HOST_GIB`` at least; "": none.
         kv_disk_bytes: of files in it, at most.
         quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from penstock.schemas.transfer import KV, WINDOWS, Memory
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockManager, HostCache
 from penstock.workers.engines.core.windows import WindowRows, most_rows
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model.attention import AttentionParams, Paged
@@ -137,11 +137,12 @@ class KvPools:
             "bytes_of_windows": window,
         }
 
-    def window_rows(self, blocks: BlockManager) -> WindowRows | None:
+    def window_rows(self, blocks: BlockManager, host: HostCache | None = None) -> WindowRows | None:
         if self.sliding is None:
             return None
         pool, layers = self.sliding.pool, self.sliding.layers
-        return WindowRows(blocks, pool.blocks, block_size=pool.block_size, window=layers.window, only=not layers.full)
+        only = not layers.full
+        return WindowRows(blocks, pool.blocks, block_size=pool.block_size, window=layers.window, only=only, host=host)
 
 
 def make_pools(

@@ -43,13 +43,15 @@ def steps(native: ScheduledEngine, count: int) -> tuple[list[int], int]:
     return found, most
 
 
-def handed_off(directory: Path, length: int, opened: Callable[..., Transport] | None = None) -> None:
+def handed_off(
+    directory: Path, length: int, opened: Callable[..., Transport] | None = None, **source_options: object
+) -> None:
     """What two engines answer, one of the prompt and one behind it, is what ``generate`` does.
 
     The second computes nothing of the prompt, and of the sliding layers only a window has moved.
     """
     words, count = prompt(length), COUNT // 3
-    source, target = engine(directory), engine(directory, kv_blocks=56)
+    source, target = engine(directory, **source_options), engine(directory, kv_blocks=56)
     run(source, [request("before", prompt(11, salt=3), 5)])
     opened = opened or partial(open_loopback, LoopbackNetwork())
     owner, reader = (opened(name, made.memory()) for name, made in (("owner", source), ("reader", target)))
@@ -93,6 +95,10 @@ def test_a_prompt_prefilled_elsewhere_comes_with_its_window(
     name: str, length: int, model_dir: Callable[[str], Path]
 ) -> None:
     handed_off(model_dir(name), length)
+
+
+def test_workers_with_host_memory_pair_with_those_without(model_dir: Callable[[str], Path]) -> None:
+    handed_off(model_dir("gemma3"), 77, kv_offloading_size=4 / 1024)
 
 
 @needs_nixl
