@@ -386,16 +386,16 @@ class ScheduledEngine:
         if self.hold is not None and plan and (waiting := self.hold(plan)):
             plan = scheduler.postpone(plan, waiting)
             scoring = [scheduled for scheduled in scoring if scheduled not in waiting]
-        if self._copier is not None and plan:
-            self._copy()
         if (prompts_end := scheduler.reservations.prompts_end) is not None:
             ending = [scheduled.sequence.key for scheduled in plan if scheduled.samples and scheduled.sequence.pin]
             if ending:
                 prompts_end(ending)
+        if self._speculation is not None and plan:  # proposals take blocks, too, whose content is to be saved first
+            plan = self._speculation.extend(plan, scheduler)
+        if self._copier is not None and plan:
+            self._copy()
         if self.executor is None:
             return self._step_overlapped(plan, scoring, failures, began)
-        if self._speculation is not None and plan:
-            plan = self._speculation.extend(plan, scheduler)
         sampled: list[Sampled] = self.executor.execute(plan, scoring) if plan else []
         return self._result(scheduler.commit(plan, sampled, scoring), failures)
 

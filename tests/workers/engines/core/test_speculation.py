@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 
 from penstock.schemas.requests import Sampling
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockManager, HostCache
 from penstock.workers.engines.core.drafts import NgramDrafter, accepted
 from penstock.workers.engines.core.engine import Drafter, ScheduledEngine, Speculator
 from penstock.workers.engines.core.running import SchedulerConfig
@@ -21,6 +21,7 @@ from penstock.workers.engines.engine_protocol import EngineInfo, Output, StepRes
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
+from tests.workers.engines.core.test_offload import Copier
 
 WORDS = MockVocabulary(6, excluded=(2,))
 SIZE, STOP = 4, 4
@@ -83,8 +84,10 @@ class Rig:
         prefix_cache: bool = True,
         window: int = 0,
         no_evict: bool = False,
+        slots: int = 0,
     ) -> None:
-        self.manager = BlockManager(blocks, prefix_cache=prefix_cache)
+        host = HostCache(slots) if slots and prefix_cache else None
+        self.manager = BlockManager(blocks, prefix_cache=prefix_cache, host=host)
         rows = (window - 2) // SIZE + 4
         self.windows = WindowRows(self.manager, rows, block_size=SIZE, window=window, only=False) if window else None
         config = SchedulerConfig(
@@ -94,11 +97,12 @@ class Rig:
         info = EngineInfo("mock", SIZE, blocks, 4, 200, 6, (), True)
         self.memory, self.mirror = Verifier(), Mirror()
         speculation = Speculator(drafter, tokens) if drafter is not None else None
-        self.engine = ScheduledEngine(info, self.scheduler, self.memory, speculation=speculation)
+        copier = Copier(self.memory.content) if host is not None else None
+        self.engine = ScheduledEngine(info, self.scheduler, self.memory, speculation=speculation, copier=copier)
 
     def step(self) -> StepResult:
         result = self.engine.step()
-        self.mirror.apply(result.events)
+        self.mirror.apply([event for event in result.events if not getattr(event, "tier", 0)])
         check_pool(self.manager, [sequence.blocks for sequence in self.scheduler.running])
         if self.manager.prefix_cache:
             self.memory.check_names(self.manager)
@@ -149,6 +153,14 @@ def test_penalties_and_processors_are_sampled_one_token_at_a_time() -> None:
     assert rig.engine.stats().draft_tokens == 0
 
 
+def test_blocks_that_proposals_take_are_saved_before_they_are_written() -> None:
+    rig = Rig(Guess(1, 0.0), 9, blocks=14, slots=60)
+    for key in range(8):
+        (answer,) = rig.run(request(key, prompt(30, key % 4), 20, ignore_eos=True, root=ROOT)).values()
+        assert [output.token for output in answer] == expected_tokens(prompt(30, key % 4), 20, WORDS)
+    assert rig.engine.stats().loaded_blocks > 0
+
+
 def test_a_closed_engine_closes_its_drafter() -> None:
     drafter = Guess(1, 0.0)
     Rig(drafter).engine.close()
@@ -170,6 +182,7 @@ def test_a_number_of_tokens_below_one_is_refused() -> None:
     st.booleans(),
     st.sampled_from((0, 3, 9)),
     st.booleans(),
+    st.sampled_from((0, 20)),
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 1), st.integers(1, 20), st.integers(0, 4)), max_size=8),
 )
 def test_outputs_are_those_without_speculation(
@@ -181,9 +194,11 @@ def test_outputs_are_those_without_speculation(
     prefix_cache: bool,
     window: int,
     no_evict: bool,
+    slots: int,
     requests: list[tuple[int, int, int, int]],
 ) -> None:
-    options = {"blocks": blocks, "budget": budget, "prefix_cache": prefix_cache, "no_evict": no_evict}
+    """Also with host memory, to which blocks go that proposals take."""
+    options = {"blocks": blocks, "budget": budget, "prefix_cache": prefix_cache, "no_evict": no_evict, "slots": slots}
     found = []
     for drafter in (None, Guess(seed, wrong), NgramDrafter(1, 3)):
         rig = Rig(drafter, tokens, window=window, **options)  # type: ignore[arg-type]
