@@ -359,9 +359,8 @@ def _pairs(model: str, ready: Sequence[Registration]) -> list[CheckResult]:
         if alone and names[other]:
             text = f"{model}: the KV of {', '.join(alone)} ({role}) fits no {other} worker's, so that none of it moves"
             fix = (
-                "give both roles the same --engine, --dtype, --kv-dtype, --block-size, --quantization and "
-                "--max-model-len. If the model has sliding windows, workers with a draft model keep one pool for all "
-                "layers: start the others with --no-hybrid-kv-cache"
+                "give both roles the same --engine, --dtype, --kv-dtype, --block-size, --quantization, --max-model-len "
+                "and --hybrid-kv-cache"
             )
             findings.append(warning("pairs", text, fix))
     return findings

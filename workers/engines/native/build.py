@@ -238,7 +238,7 @@ def build_follower(model: str, options: NativeOptions, group: RankGroup) -> Rank
         loaded = reload()
         limit = _model_len(options.max_model_len, loaded.max_positions, loaded.most_positions)
         target = prepared(loaded, reload)
-        pools = make_pools(target.model, options, limit, hybrid=_is_hybrid(options))
+        pools = make_pools(target.model, options, limit, hybrid=options.hybrid_kv_cache)
         computer = make_computer(target, pools, options, limit)
         reader = WeightReader(target.model, quantize if options.quantization == "fp8" else None)
         return RankFollower(computer, reader.read, functools.partial(put, target.model))
@@ -266,10 +266,6 @@ def _prepare_rank(options: NativeOptions, rank: int) -> torch.device:
         raise EngineError(f"tensor_parallel_size {size} needs as many GPUs, and this worker sees {seen}; lower it")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
-
-
-def _is_hybrid(options: NativeOptions) -> bool:
-    return options.hybrid_kv_cache and not options.drafts
 
 
 def _load(model: str, device: torch.device, options: NativeOptions, group: RankGroup | None = None) -> Model:
@@ -321,7 +317,7 @@ def assemble(
         loaded = target.model
         proposing = None if draft is None else prepared(draft, functools.partial(load_draft, options, target.model))
         applied = make_adapters(target, options)
-        pools = make_pools(loaded, options, limit, hybrid=_is_hybrid(options), draft=draft)
+        pools = make_pools(loaded, options, limit, hybrid=options.hybrid_kv_cache, draft=draft)
         log.info("kv_cache_allocated", device=loaded.device.type, **pools.described())
         behind, behind_rows = _offload(pools, options)
         blocks = BlockManager(

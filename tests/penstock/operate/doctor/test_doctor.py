@@ -591,13 +591,13 @@ def moving(name: str, role: str, layout: str) -> Registration:
 
 
 def test_workers_whose_kv_fits_no_partner_are_named() -> None:
-    """As of a model with sliding windows, where decode workers have a draft model and prefill workers do not."""
+    """As of a model with sliding windows, where prefill workers have --no-hybrid-kv-cache and decode workers do not."""
     one, two = moving("p-1", "prefill", "float32(3,2,8,2,16)"), moving("d-1", "decode", "float32(1,2,8,2,16)")
     found = [finding for finding in check_workers([one, two]) if finding.check == "pairs"]
     assert [finding.what.partition(" fits")[0] for finding in found] == [
         "m: the KV of p-1 (prefill)", "m: the KV of d-1 (decode)"
     ]  # fmt: skip
-    assert "--no-hybrid-kv-cache" in found[0].fix
+    assert "--hybrid-kv-cache" in found[0].fix
     fitting = moving("p-2", "prefill", "float32(1,2,8,2,16)")
     (finding,) = (each for each in check_workers([one, two, fitting]) if each.check == "pairs")
     assert "p-1 (prefill)" in finding.what

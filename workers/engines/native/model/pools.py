@@ -5,6 +5,7 @@ The KV of models with sliding windows: two pools, so that blocks behind a window
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -70,20 +71,26 @@ class PoolSizes:
     rows: int  # of sliding layers
 
 
-def pool_sizes(layers: SlidingLayers, blocks: int, *, block_size: int, max_running: int, model_len: int) -> PoolSizes:
+def pool_sizes(
+    layers: SlidingLayers, blocks: int, *, block_size: int, max_running: int, model_len: int, draft: Fraction | int = 0
+) -> PoolSizes:
     """Divide the memory of ``blocks`` blocks of all layers.
+
+    Args:
+        draft: layers that the KV of a draft model is as large as, which each block of full-attention layers has.
 
     Both pools should fill up at the same time, with sequences of an eighth of the longest length, but at most four
     times as long as a window, so that prefixes inside cached sequences stay reusable, too.
     """
     window = most_rows(layers.window, block_size)
     longest = -(-model_len // block_size)
-    if not layers.full:
+    full = layers.full + draft
+    if not full:
         return PoolSizes(max(blocks, min(max_running * longest, MAX_EMPTY_BLOCKS)), blocks)
-    total = blocks * len(layers.places)
+    total = blocks * (full + layers.sliding)
     share = min(1.0, max(MIN_SHARE, 8 * window / longest))
-    rows = max(window + 1, int(share * total / (layers.full + share * layers.sliding)))
-    return PoolSizes((total - rows * layers.sliding) // layers.full, rows)
+    rows = max(window + 1, int(share * total / (full + share * layers.sliding)))
+    return PoolSizes(int((total - rows * layers.sliding) // full), rows)
 
 
 def shown(pool: KvPool, sliding: SlidingPool | None) -> dict[str, Memory]:
@@ -113,9 +120,13 @@ class KvPools:
     draft: KvPool | None = None  # of a draft model, under the block numbers of ``kv``
 
     @property
+    def _slides_only(self) -> bool:
+        return self.sliding is not None and not self.sliding.layers.full and self.draft is None
+
+    @property
     def total_blocks(self) -> int:
         """Blocks that memory holds."""
-        if self.sliding is not None and not self.sliding.layers.full:
+        if self.sliding is not None and self._slides_only:
             return self.sliding.pool.blocks
         return self.kv.blocks
 
@@ -140,9 +151,8 @@ class KvPools:
     def window_rows(self, blocks: BlockManager, host: HostCache | None = None) -> WindowRows | None:
         if self.sliding is None:
             return None
-        pool, layers = self.sliding.pool, self.sliding.layers
-        only = not layers.full
-        return WindowRows(blocks, pool.blocks, block_size=pool.block_size, window=layers.window, only=only, host=host)
+        pool, window, only = self.sliding.pool, self.sliding.layers.window, self._slides_only
+        return WindowRows(blocks, pool.blocks, block_size=pool.block_size, window=window, only=only, host=host)
 
 
 def make_pools(
@@ -151,7 +161,7 @@ def make_pools(
     """
     Args:
         model_len: tokens of the longest sequence.
-        hybrid: give layers with sliding windows a pool of their own; not with a draft model.
+        hybrid: give layers with sliding windows a pool of their own.
     Raises:
         EngineError: there is no memory for them.
     """
@@ -160,8 +170,9 @@ def make_pools(
         raise ValueError(f"block_size must be at least 1, not {size}")
     dtype = DTYPES.get(options.kv_dtype, model.dtype)
     block_bytes = model.shape.block_bytes(size, dtype)
-    if draft is not None:
-        block_bytes += draft.shape.block_bytes(size, draft.dtype)
+    draft_bytes = 0 if draft is None else draft.shape.block_bytes(size, draft.dtype)
+    drafted = Fraction(draft_bytes * model.shape.layers, block_bytes)  # in layers of the model
+    block_bytes += draft_bytes
     group = model.group
     shares = group.size if group is not None and model.device.type == "cpu" else 1  # ranks that share one memory
     blocks = options.kv_blocks or blocks_that_fit(
@@ -180,18 +191,18 @@ def make_pools(
         shape = replace(model.shape, layers=count)
         return KvPool(shape, number, size, dtype, model.device, model.dtype)
 
+    sizes = PoolSizes(blocks, 0)
+    if layers is not None and blocks > _least(layers, size):
+        running = options.max_running
+        sizes = pool_sizes(layers, blocks, block_size=size, max_running=running, model_len=model_len, draft=drafted)
+        if group is not None and options.drafts:  # only one rank has the draft model
+            sizes = PoolSizes(group.least(sizes.blocks, model.device), group.least(sizes.rows, model.device))
     try:
-        if layers is None or blocks <= _least(layers, size):
-            beside = None if draft is None else KvPool(draft.shape, blocks, size, draft.dtype, draft.device)
+        beside = None if draft is None else KvPool(draft.shape, sizes.blocks, size, draft.dtype, draft.device)
+        if layers is None or not sizes.rows:
             return KvPools(pool(model.shape.layers, blocks), draft=beside)
-        sizes = pool_sizes(
-            layers,
-            blocks,
-            block_size=size,
-            max_running=options.max_running,
-            model_len=model_len,
-        )
-        return KvPools(pool(layers.full, sizes.blocks), SlidingPool(pool(layers.sliding, sizes.rows), layers))
+        sliding = SlidingPool(pool(layers.sliding, sizes.rows), layers)
+        return KvPools(pool(layers.full, sizes.blocks), sliding, beside)
     except OSError as error:  # mmap
         raise EngineError(f"{blocks} KV blocks of {block_bytes} bytes do not fit; lower kv_blocks") from error
 
