@@ -1,7 +1,7 @@
 """Kernels of the native engine against plain torch in float32.
 
 python -m tests.gpu.kernels                                (on a GPU; every check on its own, then times)
-TRITON_INTERPRET=1 python -m tests.gpu.kernels --device cpu   (without one, slowly)
+TRITON_INTERPRET=1 python -m tests.gpu.kernels [uneven] --device cpu   (without one, slowly)
 """
 
 import argparse
@@ -131,9 +131,21 @@ def check_attention(device: torch.device) -> None:
                     print(f"attention {dtype} {heads}/{kv_heads} x {dim} {'mixed' if prompts else 'decode'} "
                           f"rotate={rotate} window={window} cap={softcap} sinks={sinks}: {out:.1e}, "
                           f"stored {stored:.1e}" + ("" if good else "   WRONG"))  # fmt: skip
-    many = Case(device, torch.float32, 4, 2, 16, decodes=tuple(range(1, 20)), chunks=())
-    out, stored = many.compare(True, None, 0.0, False)
-    print(f"19 decodes: {out:.1e}, stored {stored:.1e}")
+    check_uneven(device)
+
+
+def check_uneven(device: torch.device) -> None:
+    """Rows of very different lengths, whose keys are divided among programs."""
+    rows = (tuple(range(1, 20)), (5, 900), (3,) * 10 + (700, 64, 65, 129, 32, 31, 33))
+    if device.type != "cpu":
+        rows += ((576,) * 60 + (32_000,) * 2 + (1, 4096), (100,) * 250 + (8192,) * 3)
+    for decodes in rows:
+        for softcap, sinks in ((0.0, False), (5.0, True)):
+            case = Case(device, torch.float32, 8, 2, 16, decodes=decodes, chunks=())
+            out, stored = case.compare(True, None, softcap, sinks)
+            good = out < BOUND[torch.float32] and stored < BOUND[torch.float32] and not case.scratch.counters.any()
+            print(f"{len(decodes)} decodes of {min(decodes)} to {max(decodes)} sinks={sinks}: {out:.1e}, "
+                  f"stored {stored:.1e}" + ("" if good else "   WRONG"))  # fmt: skip
 
 
 def check_narrow_pool(device: torch.device) -> None:
@@ -306,13 +318,25 @@ def check_modules(device: torch.device) -> None:
         print(name, dict(counts))
 
 
+CHECKS = {
+    "narrow": check_narrow,
+    "narrow_pool": check_narrow_pool,
+    "long": check_long,
+    "rows": check_rows,
+    "attention": check_attention,
+    "modules": check_modules,
+    "uneven": check_uneven,  # a part of "attention"
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("checks", nargs="*", metavar="check", help=f"of {', '.join(CHECKS)}; default: all")
     parser.add_argument("--device", default="cuda")
-    device = torch.device(parser.parse_args().device)
-    for check in (check_narrow, check_narrow_pool, check_long, check_rows, check_attention, check_modules):
+    asked = parser.parse_args()
+    for name in asked.checks or list(CHECKS)[:-1]:
         try:
-            check(device)
+            CHECKS[name](torch.device(asked.device))
         except Exception:
             traceback.print_exc(limit=-6)
 

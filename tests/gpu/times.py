@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -70,7 +71,8 @@ def products() -> None:
 
 
 def decodes() -> None:
-    for count, context in (
+    """By fixed numbers of splits, and divided as ``attend.divide`` does; the last batches have rows of many lengths."""
+    even = (
         (1, 576),
         (1, 4096),
         (4, 640),
@@ -80,24 +82,29 @@ def decodes() -> None:
         (64, 576),
         (64, 2112),
         (128, 576),
-    ):
-        case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(context,) * count, chunks=(), layers=16)
-        bytes_read = count * context * 2 * 8 * 128 * 2
+        (256, 576),
+    )
+    batches = [(context,) * count for count, context in even]
+    batches += [(576,) * 63 + (4096,), (576,) * 60 + (32_000,) * 4, (576,) * 250 + (8192,) * 6]
+    batches += [tuple(range(64, 1088, 16)), tuple(range(64, 1088, 4))]
+    for contexts in batches:
+        count = len(contexts)
+        case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=contexts, chunks=(), layers=16)
+        bytes_read = sum(contexts) * 2 * 8 * 128 * 2
         params = AttentionParams(0.088)
         line, usual = [], paged.num_splits
-        for parts in (1, 2, 4, 8, 16, 32, 64):
-            paged.num_splits = lambda rows, kv_heads, parts=parts: parts
-            scratch = paged.Scratch(count, 8, 32, 128, DEVICE)
-            run = paged.PagedAttention(case.pool, scratch, modules.Rotation(), case.batch)
-            try:
+        for parts in (1, 2, 4, 8, 16, 32, 0):
+            scratch = paged.Scratch(count, 8, 32, 128, DEVICE, parts=32 * count)
+            with (
+                mock.patch.object(paged, "num_splits", lambda rows, kv_heads, parts=parts: parts),
+                mock.patch.object(paged.Scratch, "divides", lambda *_, parts=parts: not parts),
+            ):
+                run = paged.PagedAttention(case.pool, scratch, modules.Rotation(), case.batch)
                 ms = timed(lambda: [run.attend(n, case.q, case.k, case.v, params) for n in range(16)], 16)
-            except Exception as error:
-                print(repr(error)[:200])
-                continue
-            line.append(f"{parts}: {ms * 1e3 - 1.9:.1f}")
-        paged.num_splits = usual
+            line.append(f"{parts or 'divided'}: {ms * 1e3 - 1.9:.1f}")
         print(
-            f"decode {count} x {context}, us by splits (at 4.1 TB/s {bytes_read / 4.1e6:.1f}, now {usual(count, 8)}):",
+            f"decode {count} rows of {min(contexts)} to {max(contexts)}, us by splits (at 4.1 TB/s "
+            f"{bytes_read / 4.1e6:.1f}, if fixed {usual(count, 8)}):",
             ", ".join(line),
         )
 

@@ -101,19 +101,55 @@ def _capped(scores, scale, softcap, CAPPED: tl.constexpr):
     return scores * (scale * 1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["rows", "most", "target"])
+def divide(
+    positions, shares, rows, most, target,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, ROWS_P: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Divide the keys of all rows into items of equal size, so that a long row among short ones does not take longest.
+
+    Program (part of the items). ``shares``, for ``decode``: the tiles of an item; the row of each of ``most`` items,
+    -1: there is no such item; the first item of each row. A row has ``SPLITS`` items at most, all rows together
+    ``target`` and one for each row.
+    """
+    numbers = tl.arange(0, ROWS_P)
+    known = numbers < rows
+    tiles = tl.cdiv(tl.load(positions + numbers, mask=known, other=-1) + 1, TILE)
+    size = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), tl.cdiv(tl.max(tiles, 0), SPLITS)), 1)
+    counts = tl.where(known, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    ends = tl.cumsum(counts, 0)
+    items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    row_of = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), 1)
+    tl.store(shares + 1 + items, tl.where(row_of < rows, row_of, -1), mask=items < most)
+    if tl.program_id(0) == 0:
+        tl.store(shares, size)
+        tl.store(shares + 1 + most + numbers, ends - counts, mask=known)
+
+
+@triton.jit(do_not_specialize=["layer", "most"])
 def decode(
-    q, pool, tables, table_rows, positions, sinks, out, part_acc, part_max, part_sum, counters, layer, scale, softcap,
-    q_t, q_h, width, block_stride, layer_stride, part_stride,
+    q, pool, tables, table_rows, positions, sinks, out, part_acc, part_max, part_sum, counters, shares, most,
+    layer, scale, softcap, q_t, q_h, width, block_stride, layer_stride, part_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr,
     DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
+    DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Program (row, kv head, split): one token's queries over a part of its keys. The last split combines all.
 
+    DIVIDED: program (item of ``divide``, kv head) instead.
     PAIRS: the pool is of 8-bit floats, whose values are read in pairs; see ``_widened``.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    item = row
+    if DIVIDED:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        row = tl.load(shares + 1 + item)
+        if row < 0:
+            return
+        split = item - tl.load(shares + 1 + most + row)
     context_len = tl.load(positions + row) + 1
     window_start = 0
     if WINDOW > 0:
@@ -121,8 +157,10 @@ def decode(
     first_tile = window_start // TILE
     end_tile = tl.cdiv(context_len, TILE)
     tiles_per_split = tl.maximum(tl.cdiv(end_tile - first_tile, SPLITS), 1)
+    if DIVIDED:
+        tiles_per_split = tl.load(shares)
     active_splits = tl.maximum(tl.cdiv(end_tile - first_tile, tiles_per_split), 1)
-    if PDL:
+    if PDL and not DIVIDED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if split >= active_splits:
@@ -172,7 +210,10 @@ def decode(
     if PAIRS:
         acc = tl.interleave(acc, odd_acc)
     out_ptrs = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + padded_heads)[:, None] * DIM + dims[None, :]
-    if SPLITS == 1:
+    whole = SPLITS == 1
+    if DIVIDED:
+        whole = active_splits == 1
+    if whole:
         if SINKS:
             sink = tl.load(sinks + head * GROUP + padded_heads, mask=padded_heads < GROUP, other=0.0).to(tl.float32)
             running_sum += tl.exp2(sink * 1.4426950408889634 - running_max)
@@ -180,7 +221,10 @@ def decode(
         tl.store(out_ptrs, (acc / running_sum[:, None]).to(out.dtype.element_ty), mask=q_mask)
     else:
         pair = row * KV_HEADS + head
-        part = pair * SPLITS + split
+        first_part = pair * SPLITS
+        if DIVIDED:
+            first_part = head * most + item - split
+        part = first_part + split
         tl.store(part_max + part * GROUP_P + padded_heads, running_max)
         tl.store(part_sum + part * GROUP_P + padded_heads, running_sum)
         tl.store(part_acc + (part * GROUP_P + padded_heads)[:, None] * DIM_P + dims[None, :], acc, mask=q_mask)
@@ -191,7 +235,7 @@ def decode(
             # All loads come before any store: a load cannot be moved above one.
             heads, splits = tl.arange(0, MEMBERS), tl.arange(0, SPLITS)
             part_mask = (heads < GROUP)[:, None] & (splits < active_splits)[None, :]
-            part_offsets = (pair * SPLITS + splits)[None, :] * GROUP_P + heads[:, None]
+            part_offsets = (first_part + splits)[None, :] * GROUP_P + heads[:, None]
             part_maxima = tl.load(part_max + part_offsets, mask=part_mask, other=float("-inf"))
             part_sums = tl.load(part_sum + part_offsets, mask=part_mask, other=0.0)
             row_max = tl.max(part_maxima, 1)
@@ -210,7 +254,7 @@ def decode(
             for chunk_start in tl.static_range(0, SPLITS, CHUNK):
                 chunk_splits = chunk_start + tl.arange(0, CHUNK)
                 chunk_mask = (heads < GROUP)[:, None] & (chunk_splits < active_splits)[None, :]
-                chunk_offsets = (pair * SPLITS + chunk_splits)[None, :] * GROUP_P + heads[:, None]
+                chunk_offsets = (first_part + chunk_splits)[None, :] * GROUP_P + heads[:, None]
                 chunk_max = tl.load(part_max + chunk_offsets, mask=chunk_mask, other=float("-inf"))
                 chunk_weights = tl.where(chunk_max == float("-inf"), 0.0, tl.exp2(chunk_max - row_max[:, None]))
                 chunk_acc = tl.load(

@@ -18,6 +18,9 @@ from penstock.workers.engines.native.model.quantize import FP8
 PROGRAMS = 256  # programs that a decode step's attention is split into: about two per multiprocessor
 MAX_SPLITS = 32
 FIXED_SPLITS = 8  # keeps results independent of the number of rows
+LEAST_ROWS = 2  # whose keys are divided by ``attend.divide``
+MOST_ITEMS = 64  # of a row
+COMPARED = 1 << 13  # pairs of a row and an item in a program of ``attend.divide``
 
 
 class DecodeShape(NamedTuple):
@@ -38,6 +41,26 @@ def tile_rows(dtype: torch.dtype) -> int:
 
 def num_splits(rows: int, kv_heads: int) -> int:
     return max(1, min(MAX_SPLITS, next_power_of_2(-(-PROGRAMS // (rows * kv_heads)))))
+
+
+class Division(NamedTuple):
+    """How ``attend.divide`` divides the keys of some rows among programs, for each of their heads.
+
+    Attributes:
+        target: items of all rows, besides one for each.
+        splits: items of a row, at most; a power of two.
+        most: items.
+    """
+
+    target: int
+    splits: int
+    most: int
+
+
+def division(rows: int, kv_heads: int) -> Division:
+    """Rows of equal length get as many items as ``num_splits``: above the mean, few are divided."""
+    target = max(-(-PROGRAMS // kv_heads), rows - rows // 5)
+    return Division(target, min(MOST_ITEMS, next_power_of_2(target)), rows + target)
 
 
 class Scratch:
@@ -63,7 +86,10 @@ class Scratch:
         self._fixed = fixed
         self.padded_group = max(16, next_power_of_2(heads // kv_heads))
         self.padded_dim = max(16, next_power_of_2(head_dim))
-        parts = max(parts, *(n * self.num_splits(n, kv_heads) for n in range(1, rows + 1))) * kv_heads
+        parts = max(parts, *(n * self.num_splits(n, kv_heads) for n in range(1, rows + 1)))
+        most = division(rows, kv_heads).most
+        parts = max(parts, most) * kv_heads
+        self.shares = torch.zeros(1 + most + rows, dtype=torch.int32, device=device)
         self.accumulators = torch.empty(parts * self.padded_group * self.padded_dim, dtype=torch.float32, device=device)
         self.maxima = torch.empty(parts * self.padded_group, dtype=torch.float32, device=device)
         self.sums = torch.empty_like(self.maxima)
@@ -71,6 +97,10 @@ class Scratch:
 
     def num_splits(self, rows: int, kv_heads: int) -> int:
         return FIXED_SPLITS if self._fixed else num_splits(rows, kv_heads)
+
+    def divides(self, rows: int) -> bool:
+        """Whether the keys of a batch of so many decode rows are divided by ``attend.divide``."""
+        return not self._fixed and LEAST_ROWS <= rows <= self.rows
 
 
 @dataclass(slots=True)
@@ -122,6 +152,7 @@ class PagedAttention:
         self._dense = dense
         data = pool.data
         self._strides = (data.stride(0), data.stride(1), data.stride(2))
+        self._divided: Division | None = None  # the scratch's shares are of this batch
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         scale, window, softcap, sinks = params.scale, params.window, params.softcap, params.sinks
@@ -193,13 +224,32 @@ class PagedAttention:
         shape, pairs = DECODE_FLOAT32 if query.element_size() == 4 else DECODE, False
         if self._pool.data.dtype == FP8 and query.element_size() == 2:
             shape, pairs = DECODE_FP8, common["DIM"] % 2 == 0 and scratch.padded_dim >= 32
-        attend.decode[(rows, kv_heads, split_count)](
+        grid, most = (rows, kv_heads, split_count), 0
+        divided = scratch.divides(batch.decodes) and not common["WINDOW"]
+        if divided:
+            if self._divided is None:
+                self._divided = self._divide(positions, rows, kv_heads, shape.tile)
+            _, split_count, most = self._divided
+            grid = (most, kv_heads, 1)
+        attend.decode[grid](
             query, self._pool.data, batch.tables, table_rows, positions, sinks, out,
-            scratch.accumulators, scratch.maxima, scratch.sums, scratch.counters, layer, *scales, *strides,
+            scratch.accumulators, scratch.maxima, scratch.sums, scratch.counters, scratch.shares, most,
+            layer, *scales, *strides,
             GROUP=heads // kv_heads, MEMBERS=next_power_of_2(heads // kv_heads), GROUP_P=scratch.padded_group,
-            TILE=shape.tile, SPLITS=split_count, PDL=pdl, PAIRS=pairs,
+            TILE=shape.tile, SPLITS=split_count, PDL=pdl, PAIRS=pairs, DIVIDED=divided,
             num_warps=shape.warps, num_stages=shape.stages, **common, **launch_options(pdl),
         )  # fmt: skip
+
+    def _divide(self, positions: Tensor, rows: int, kv_heads: int, tile: int) -> Division:
+        """Divide the keys of the batch's decode rows: once, for all layers without a window."""
+        shares, found = self._scratch.shares, division(rows, kv_heads)
+        padded = next_power_of_2(rows)
+        items = max(1, COMPARED // padded)
+        attend.divide[(-(-found.most // items),)](
+            positions, shares, rows, found.most, found.target,
+            TILE=tile, SPLITS=found.splits, ROWS_P=padded, ITEMS=items, num_warps=4,
+        )  # fmt: skip
+        return found
 
     def _store(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, pool, rotation = self._batch, self._pool, self._rotation.take()
