@@ -256,8 +256,7 @@ class _Launching:
         self.left -= 1
         choice = SequenceState(None, str(self.left), 1, 0, "g", array("I"), False)
         self.ended[choice.request_id] = time.perf_counter()
-        in_time = running > launched
-        return StepResult([Output(choice, 5)], [], [], [], 1, launch_s=launched - began if in_time else 0.0)
+        return StepResult([Output(choice, 5)], [], [], [], 1, ahead_s=max(0.0, running - launched))
 
     def close(self) -> None: ...
 

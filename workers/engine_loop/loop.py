@@ -115,8 +115,11 @@ WRITE_S = 0.002
 WRITE_SHARE = 1 / 3
 PACE_WINDOW_S = 30.0
 # An engine that runs ahead has a step in flight when it returns the one before. The next is planned when that one is
-# about to end, so that sequences which come meanwhile are in it: this long before, and twice what planning took last.
-PLAN_EARLY_S = 0.0007
+# about to end, so that sequences which come meanwhile are in it: so early that it is launched ``AHEAD_S`` before that
+# end. How early follows from how long before the end the last ones were: ``LEAD_S`` at first, and more after each that
+# came too late, when the device had nothing to do.
+AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0005, 0.002, 0.05
+LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 MOST_STEP_S = 0.25  # beyond, the process or the device was held up
 
@@ -207,6 +210,7 @@ class EngineLoop:
         self._ahead = 0  # steps since the last flush
         self._returned_at = 0.0  # when the last step returned, by the clock; 0: none was in flight behind it
         self._step_s = 0.0  # that the last step without prompts took
+        self._lead_s = LEAD_S  # from planning a step to the end of the one in flight
         self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
@@ -364,7 +368,7 @@ class EngineLoop:
             early_s = self._plan_at - self._clock()
             return early_s if early_s > 0 else self._step(engine)
         self.pace.waits()
-        self._plan_late(0.0, 0.0, prompts=False)
+        self._plan_late(0.0, None, prompts=False)
         if self._in_flight or not (working or self._output):
             return None
         self._flush()
@@ -406,7 +410,7 @@ class EngineLoop:
         now = self._clock()
         decoded = bool(computed) and not result.started and result.computed_tokens == len(result.outputs)
         self.pace.stepped(busy_from, now, computed=bool(computed), decoded=decoded)
-        self._plan_late(now, result.launch_s, prompts=result.computed_tokens != len(result.outputs))
+        self._plan_late(now, result.ahead_s, prompts=result.computed_tokens != len(result.outputs))
         if computed:
             self.steps += 1
         elif engine.blocked:
@@ -419,25 +423,30 @@ class EngineLoop:
             flush = self._flush(keep_events=goes_on)
             if flush is not None and goes_on and flush.started:
                 pause = WRITE_S
-            elif flush is not None and result.launch_s and (now - began) * WRITE_SHARE > LEAST_WAIT_S:
+            elif flush is not None and result.ahead_s and (now - began) * WRITE_SHARE > LEAST_WAIT_S:
                 pause = min(WRITE_S, (now - began) * WRITE_SHARE)  # the device computes meanwhile
                 self._waits_from = self._waits_from or now
             self._writes_until = now + pause if pause else 0.0
         return pause
 
-    def _plan_late(self, now: float, launch_s: float, *, prompts: bool) -> None:
+    def _plan_late(self, now: float, ahead_s: float | None, *, prompts: bool) -> None:
         """Set when the next step is planned.
 
         Args:
-            launch_s: of the step in flight; 0: there is none, or it was launched too late.
-            prompts: the step that has returned computed some. One that is like it would take longer.
+            ahead_s: of ``StepResult``, for the step that has returned.
+            prompts: it computed some. One that is like it would take longer.
         """
-        self._waits_from = self._plan_at = 0.0
-        before, self._returned_at = self._returned_at, now if launch_s else 0.0
-        if prompts or not launch_s or not before:
+        waited, self._waits_from, self._plan_at = self._plan_at, 0.0, 0.0
+        before, self._returned_at = self._returned_at, now if ahead_s is not None else 0.0
+        if ahead_s is None:
+            return
+        if waited:
+            more_s = max(LEAD_SHARE * (AHEAD_S - ahead_s), -LATE_S / 4) if ahead_s else LATE_S
+            self._lead_s = min(max(0.0, self._lead_s + more_s), MOST_LEAD_S)
+        if prompts or not before or not ahead_s:  # how long one took that had ended before is not known
             return
         step_s, self._step_s = self._step_s, now - before
-        wait_s = min(step_s, self._step_s, MOST_STEP_S) - 2 * launch_s - PLAN_EARLY_S  # one may have been late
+        wait_s = min(step_s, self._step_s, MOST_STEP_S) - self._lead_s  # one may have been late
         if wait_s > LEAST_WAIT_S:
             self._waits_from, self._plan_at = now, now + wait_s
 

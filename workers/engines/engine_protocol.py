@@ -243,7 +243,7 @@ class StepResult(msgspec.Struct):
     measured: Seq[SequenceMeasurements] = ()
     handed: Seq[object] = ()  # keys of sequences of which the next worker's engine draws all tokens
     counted: Seq[SequenceCounts] = ()
-    launch_s: float = 0.0  # to plan and launch the step that runs now; 0: none was launched before this one had ended
+    ahead_s: float | None = None  # that this one still ran when the next was launched; 0: it had ended; None: none was
 
     @property
     def empty(self) -> bool:

@@ -18,10 +18,10 @@ from penstock.schemas import block_hashes, kv, wire
 from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
 from penstock.workers.engine_loop.loop import (
+    AHEAD_S,
     FAST_STEP_S,
     LEAST_WAIT_S,
     MAX_AHEAD,
-    PLAN_EARLY_S,
     WRITE_S,
     WRITE_SHARE,
     EngineLoop,
@@ -324,14 +324,14 @@ class RunsAhead(Counted):
     def __init__(self, engine: Engine, step_s: float, launch_s: float) -> None:
         super().__init__(engine)
         self.now = 0.0
-        self.step_s, self._launch_s = step_s, launch_s
+        self.step_s, self.launch_s = step_s, launch_s
         self._returned = 0.0
 
     def step(self) -> StepResult:
         result = super().step()
-        launched, ended = self.now + self._launch_s, self._returned + self.step_s
+        launched, ended = self.now + self.launch_s, self._returned + self.step_s
         self.now = self._returned = max(launched, ended)
-        result.launch_s = self._launch_s if launched < ended else 0.0
+        result.ahead_s = max(0.0, ended - launched)
         return result
 
 
@@ -340,11 +340,10 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
     loop = EngineLoop(clock=lambda: made.now)
     flushes: list[Flush] = []
     loop.begin_session(flushes.append)
-    loop.submit([sequence(new_choice("long"), [1, 2], 200)], refuse)
+    loop.submit([sequence(new_choice("long"), [1, 2], 900)], refuse)
 
-    def waits() -> list[float]:
-        """Of five steps."""
-        found, until = [], made.steps + 5
+    def waits(steps: int = 5) -> list[float]:
+        found, until = [], made.steps + steps
         while made.steps < until:
             pause = loop.advance(made)
             while len(flushes) > 0:
@@ -355,8 +354,8 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
                 made.now += pause
         return found
 
-    waits()
-    assert waits() == pytest.approx([0.006 - 2 * 0.0005 - PLAN_EARLY_S] * 5)
+    waits(80)
+    assert waits() == pytest.approx([0.006 - 0.0005 - AHEAD_S] * 5, abs=1e-5)
     before = loop.pace.busy_s, made.now
     waits()
     assert loop.pace.busy_s - before[0] == pytest.approx(made.now - before[1])  # the device was busy all the time
@@ -366,14 +365,18 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
     loop.advance(made)
     assert made.steps == steps  # the command was run, and the step is not planned for that
     assert waits()
+    made.launch_s = 0.002  # more threads need the interpreter
+    assert waits(80)[-1] == pytest.approx(0.006 - 0.002 - AHEAD_S, abs=1e-5)
 
 
 @pytest.mark.parametrize("step_s", [0.012, 0.0045, 0.002])
 def test_an_engine_that_runs_ahead_has_its_output_written_before_it_launches_another_step(step_s: float) -> None:
     """Else that would wait for the interpreter, while the device computes."""
-    launch_s = step_s / 2 - 0.0005  # too long for it to wait for the end of a step
-    made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), step_s, launch_s)
+    made = RunsAhead(
+        mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), step_s, step_s / 2 - 0.0005
+    )
     loop = EngineLoop(clock=lambda: made.now)
+    loop._lead_s = step_s  # it does not wait for the end of a step
     flushes: list[Flush] = []
     loop.begin_session(flushes.append)
     loop.submit([sequence(new_choice("long"), [1, 2], 200)], refuse)

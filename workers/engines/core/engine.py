@@ -358,13 +358,13 @@ class ScheduledEngine:
             EngineError: the executor is broken; so is this engine.
         """
         hosts = self.scheduler.kv_cache.hosts
-        began = time.perf_counter()
         if not hosts:
-            return self._step(began)
+            return self._step()
+        began = time.perf_counter()
         for host in hosts:
             host.poll()
         self.scheduler.blocks.save_ahead()
-        result = self._step(began)
+        result = self._step()
         tokens = result.computed_tokens - len(result.outputs)
         if tokens >= LEAST_PROMPT_TOKENS:
             took = (time.perf_counter() - began) / tokens * self.info.block_size
@@ -372,7 +372,7 @@ class ScheduledEngine:
                 host.compute_s += (took - host.compute_s) * (PROMPT_SHARE if host.compute_s else 1.0)
         return result
 
-    def _step(self, began: float) -> StepResult:
+    def _step(self) -> StepResult:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         failures: list[Failure] = []
@@ -395,7 +395,7 @@ class ScheduledEngine:
         if self._copier is not None and plan:
             self._copy()
         if self.executor is None:
-            return self._step_overlapped(plan, scoring, failures, began)
+            return self._step_overlapped(plan, scoring, failures)
         sampled: list[Sampled] = self.executor.execute(plan, scoring) if plan else []
         return self._result(scheduler.commit(plan, sampled, scoring), failures)
 
@@ -448,7 +448,6 @@ class ScheduledEngine:
         plan: list[ScheduledSequence],
         scoring: list[ScheduledSequence],
         failures: list[Failure],
-        began: float,
     ) -> StepResult:
         """Launch this plan, then wait for the previous one and commit it."""
         assert self.ahead is not None
@@ -461,11 +460,11 @@ class ScheduledEngine:
             result = self.scheduler.commit([], [], [])
         else:
             sampled = done.launched.result()
-            in_time = time.perf_counter() - launched > ENDED_S
+            ahead_s = time.perf_counter() - launched
             result = self.scheduler.commit(done.plan, sampled, done.scoring)
             failures = done.failures + failures
-            if plan and in_time:
-                result.launch_s = launched - began
+            if plan:
+                result.ahead_s = ahead_s if ahead_s > ENDED_S else 0.0
         return self._result(result, failures)
 
     def compute_with(self, executor: Executor | OverlapExecutor) -> None:
