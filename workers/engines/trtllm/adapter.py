@@ -13,6 +13,7 @@ from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, S
 from penstock.workers.engines.events.translator import EventTranslator
 from penstock.workers.engines.external.engine import LORA_S, Adapter, BlockCounts, EngineLoras, unreadable
 from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.images import ImageStore
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
@@ -21,7 +22,6 @@ from penstock.workers.engines.trtllm.args import LORA_MODULES
 from penstock.workers.engines.trtllm.engine_health import KvEvents, Stats
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, check, prepare
 from penstock.workers.engines.trtllm.follower import TrtllmCall, TrtllmFollower
-from penstock.workers.engines.trtllm.image_slots import ImageSlotStore
 from penstock.workers.engines.trtllm.kv_events import Roots, TrtllmFormat, by_rank
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
@@ -104,14 +104,14 @@ def adapter_of(
     runtime: EngineRuntime[TrtllmApi],
     options: TrtllmOptions,
     metrics: NativeMetrics,
-    image_slots: ImageSlotStore | None = None,
+    images: ImageStore | None = None,
 ) -> Adapter[TrtllmCall]:
     """KV moves through TensorRT-LLM's own cache transceiver: handoffs are ``opaque``, and only embeddings have memory.
 
     Args:
-        image_slots: images of prompts; None: the model takes none.
+        images: of prompts; None: the model takes none.
     """
-    vision = None if image_slots is None else EmbeddingPool(image_slots, image_slots.mark_embedded, image_slots.alike)
+    vision = None if images is None else EmbeddingPool(images, images.mark_embedded, images.alike)
     roots, consumed = Roots(info.block_size, options.root), ConsumedStates()
 
     def accept(request: SequenceRequest, lora: Any) -> ActiveSequence[TrtllmCall]:

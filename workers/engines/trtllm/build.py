@@ -16,8 +16,9 @@ distribution, so that the answer shows whether the option counts, whatever the m
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -32,10 +33,11 @@ from penstock.infra.model import modeldir
 from penstock.schemas import block_hashes
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
-from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, MediaSpan, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest
 from penstock.workers.engines.external.arguments import extra_arguments, given_arguments, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
+from penstock.workers.engines.external.images import ImageStore
 from penstock.workers.engines.external.runtime import (
     WARM_UP_S,
     EngineRuntime,
@@ -62,7 +64,6 @@ from penstock.workers.engines.trtllm.args import (
 from penstock.workers.engines.trtllm.engine_health import LogWatch
 from penstock.workers.engines.trtllm.engine_inputs import OutputPart, TrtllmOptions, bias
 from penstock.workers.engines.trtllm.follower import TrtllmCall
-from penstock.workers.engines.trtllm.image_slots import ImageSlotStore, inputs
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 if TYPE_CHECKING:
@@ -205,13 +206,13 @@ def from_settings(
             logits_processors=() if processors is None else processors.names,
         )
         info = msgspec.structs.replace(info, ignored_options=served.ignored)
-        image_slots = _image_slots(plan.model, settings)
-        options = _options(plan, settings, info, processors, image_slots)._replace(
+        images = _image_store(plan.model, settings)
+        options = _options(plan, settings, info, processors, images)._replace(
             served=served, one_token=lambda: one_token(plan.api)
         )
         runtime = EngineRuntime(llm, plan.api, loop, undo.pop_all())
     adapters = loras(runtime, settings, options.one_token) if settings.lora_slots else None
-    adapter = adapter_of(info, runtime, options, metrics, image_slots)
+    adapter = adapter_of(info, runtime, options, metrics, images)
     log.info("trtllm_ready", layout=options.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return ExternalEngine(info, runtime, adapter, plan.grammars if info.constraints else None, adapters)
 
@@ -281,7 +282,7 @@ def _options(
     settings: WorkerSettings,
     info: EngineInfo,
     processors: "TrtllmProcessors | None",
-    image_slots: ImageSlotStore | None,
+    images: ImageStore | None,
 ) -> TrtllmOptions:
     """How the engine's calls are made."""
     api, args = plan.api, plan.args
@@ -298,7 +299,7 @@ def _options(
         abort_hold_s=settings.handoff_lease_s,
         processors=processors,
         continuing=_continuing(plan, info),
-        image_inputs=_image_inputs(plan.model, image_slots),
+        image_inputs=None if images is None else partial(engine_inputs.image_inputs, plan.model, images),
     )
 
 
@@ -398,20 +399,12 @@ def _takes_images(model: modeldir.ModelDir) -> bool:
     return model.vision is not None and model.vision.hidden > 0 and model.vision.patches is None
 
 
-def _image_slots(model: modeldir.ModelDir, settings: WorkerSettings) -> ImageSlotStore | None:
-    """Embeddings of images until their prompts are computed; None: the model takes no images."""
+def _image_store(model: modeldir.ModelDir, settings: WorkerSettings) -> ImageStore | None:
+    """Images and embeddings until their prompts are computed; None: the model takes no images."""
     if model.vision is None or not _takes_images(model):
         return None
-    return ImageSlotStore(model.vision, settings.embed_slots, dtype_of(settings.dtype, _config(model.path)))
-
-
-def _image_inputs(
-    model: modeldir.ModelDir, image_slots: ImageSlotStore | None
-) -> Callable[[Sequence[int], Sequence[MediaSpan]], dict[str, Any]] | None:
-    vision = model.vision
-    if image_slots is None or vision is None:
-        return None
-    return lambda tokens, spans: inputs(tokens, spans, image_slots, model.tokenizer, vision.image_token_id)
+    dtype = dtype_of(settings.dtype, _config(model.path))
+    return ImageStore("TensorRT-LLM", model.vision, settings.embed_slots, model.vision.image_tokens, dtype)
 
 
 def _config(path: Path) -> dict[str, Any]:

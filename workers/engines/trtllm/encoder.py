@@ -26,13 +26,13 @@ from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external.runtime import bounded, shut_down
 from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
+from penstock.workers.engines.native.model.vision import DEFAULT_SLOTS
 from penstock.workers.engines.trtllm.api import INSTALL, load_trtllm, set_log_level
 from penstock.workers.engines.trtllm.args import encoder_arguments
 from penstock.workers.engines.trtllm.build import arguments, wanted_of
 
 log = structlog.get_logger("engine")
 
-DEFAULT_SLOTS = 256
 EMBED_S = 120.0  # for a batch of images; its call has no limit of its own
 
 Open = Callable[[Any], Tensor]

@@ -17,15 +17,18 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import structlog
+import torch
 
 from penstock.infra.constraints.llguidance_releases import for_release
+from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.images import ImageStore
 from penstock.workers.engines.external.sampling import check_sampling, seed_of, shape, stop_ids
-from penstock.workers.engines.external.sequences import SequenceFailure, Token, last_token, logprob_at
+from penstock.workers.engines.external.sequences import SequenceFailure, Token, collapse, last_token, logprob_at
 from penstock.workers.engines.support import ServedOptions, problem
 from penstock.workers.engines.trtllm import disagg
 from penstock.workers.engines.trtllm.engine_health import ANSWER_S, QUIET_S
@@ -384,9 +387,33 @@ def _take_over(request: SequenceRequest, options: TrtllmOptions, consumed: Consu
 
 def bias(values: Mapping[int, float], vocab_size: int) -> Any:
     """Biases by token id as a tensor of (vocab_size,) float32."""
-    import torch
-
     tensor = torch.zeros(vocab_size, dtype=torch.float32)
     if values:
         tensor[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32)
     return tensor
+
+
+def image_inputs(model: ModelDir, store: ImageStore, tokens: Seq[int], spans: Seq[MediaSpan]) -> dict[str, Any]:
+    """The ``inputs`` of ``generate_async`` for a prompt with images.
+
+    TensorRT-LLM takes images and embeddings only with a *text* prompt that has one placeholder per image. The prompt's
+    tokens are therefore decoded to text, and that text must encode to the same tokens.
+
+    Args:
+        tokens: with as many placeholders per image as it has embeddings.
+
+    Raises:
+        RequestError: the prompt cannot be written as text, or only some of its images are embedded.
+    """
+    assert model.vision is not None
+    short = collapse(tokens, spans, model.vision.image_token_id)
+    text = model.tokenizer.decode(short, skip_special_tokens=False)
+    if model.tokenizer.encode(text, add_special_tokens=False).ids != short:
+        raise RequestError(
+            Code.unsupported,
+            "this prompt with images has no text that encodes to the same tokens, and TensorRT-LLM takes images with "
+            "text only; send it to a worker with the native engine",
+        )
+    if images := store.images(spans):
+        return {"prompt": text, "multi_modal_data": {"image": list(images)}, "mm_processor_kwargs": {}}
+    return {"prompt": text, "multi_modal_embeddings": {"image": store.embeddings(spans)}}

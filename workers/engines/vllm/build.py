@@ -26,18 +26,19 @@ from penstock.workers.engines.external.arguments import given_arguments, length_
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels
+from penstock.workers.engines.external.images import ImageStore
 from penstock.workers.engines.external.nodes import address, free_ports, is_free
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, first_request
 from penstock.workers.engines.external.start import EngineNode, Package, start
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.embedding_slots import dtype_of
+from penstock.workers.engines.native.model.vision import GRID_SLOT_TOKENS
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, adapter_of, loras
 from penstock.workers.engines.vllm.api import Ranks, VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, follower_tree, layout, resolve
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
 from penstock.workers.engines.vllm.follower import VllmCall
-from penstock.workers.engines.vllm.images import ImageStore
 
 log = structlog.get_logger("engine")
 
@@ -106,8 +107,12 @@ def from_settings(
             # vLLM 0.32's engine ends when embeddings of different sizes meet in a step, with models that cut tiles.
             takes_embeddings = resolved.tree.get("enable_mm_embeds") and model.vision.tiles is None
             dtype = dtype_of(settings.dtype, config) if takes_embeddings else None
-            store = ImageStore(model.vision, settings.embed_slots, dtype)
-            options = options._replace(images=store, placeholder=model.vision.image_token_id)
+            base = model.vision.image_tokens if model.vision.tiles is None else model.vision.tiles.base
+            slot_tokens = base if model.vision.patches is None else GRID_SLOT_TOKENS
+            slots = settings.embed_slots
+            # Its engine ends where embeddings of different sizes meet in a step.
+            store = ImageStore("vLLM", model.vision, slots, slot_tokens, dtype, files=True, equal=True)
+            options = options._replace(images=store, vision=model.vision)
             # A decode engine names blocks and positions by the images, and computes the prompt if the KV is lost.
             info = msgspec.structs.replace(info, media_with_kv=True)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)

@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 import structlog
+import torch
 
+from penstock.infra.model.modeldir import Vision
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling, Stop
-from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from penstock.workers.engines.external import handoff_state
 from penstock.workers.engines.external.constrained import ends, grammar_text
 from penstock.workers.engines.external.handoff_state import ConsumedStates
+from penstock.workers.engines.external.images import ImageStore
 from penstock.workers.engines.external.sampling import bias, check_sampling, greedy, seed_of, shape, stop_ids
 from penstock.workers.engines.external.sequences import collapse
 from penstock.workers.engines.logits.registry import Registry
-from penstock.workers.engines.vllm.images import ImageStore
 from penstock.workers.engines.vllm.plugin import EARLIER, PROCESSORS_OF, ChosenProcessors
 
 encode_chosen = msgspec.json.Encoder().encode
@@ -126,8 +128,7 @@ class VllmOptions(NamedTuple):
         root: parent of the first block's name for prompts without tenant or adapter; other roots become a cache salt.
         layout: fingerprint that engines share to hand KV to each other; empty: this one cannot.
         max_logprobs: most alternatives per token.
-        images: of prompts; None: it takes text only.
-        placeholder: token id that stands for an image.
+        images: of prompts, and ``vision``: how they represent them; None: it takes text only.
         processors: logits processors that requests may choose; None: the engine runs none.
     """
 
@@ -135,7 +136,7 @@ class VllmOptions(NamedTuple):
     layout: str = ""
     max_logprobs: int = 20
     images: ImageStore | None = None
-    placeholder: int = -1
+    vision: Vision | None = None
     processors: Registry | None = None
 
 
@@ -222,11 +223,12 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
         parameters["extra_args"] = extra
     prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}
     images: tuple[bytes, ...] = ()
-    if request.media and options.images is not None:
-        images = options.images.files(request.media)
+    if request.media and options.images is not None and options.vision is not None:
+        images = options.images.images(request.media)
         if not images:
-            prompt["multi_modal_data"] = {"image": options.images.embeddings(request.media)}
-        prompt["prompt_token_ids"] = collapse(computed, request.media, options.placeholder)
+            embeddings = _embeddings(options.images.embeddings(request.media), request.media, options.vision)
+            prompt["multi_modal_data"] = {"image": embeddings}
+        prompt["prompt_token_ids"] = collapse(computed, request.media, options.vision.image_token_id)
         prompt["multi_modal_uuids"] = {"image": [span.digest.hex() for span in request.media]}  # as blocks are named
     if request.root and request.root != options.root:
         prompt["cache_salt"] = request.root.hex()
@@ -241,6 +243,15 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: VllmOptions, co
         images,
         computed if request.media else (),
     )
+
+
+def _embeddings(rows: list[Any], spans: Seq[MediaSpan], vision: Vision) -> Any:
+    """Embeddings of images (tokens, hidden) each, as vLLM takes them."""
+    if vision.patches is None:
+        return rows
+    merge = vision.patches.merge
+    grids = [(steps, rows * merge, columns * merge) for steps, rows, columns in (span.grid for span in spans)]
+    return {"image_embeds": torch.cat(rows), "image_grid_thw": torch.tensor(grids)}
 
 
 def _take_over(

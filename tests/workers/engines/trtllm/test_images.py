@@ -12,10 +12,10 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.workers.engines.engine_protocol import MediaSpan, RequestError
+from penstock.workers.engines.external.sequences import collapse
 from penstock.workers.engines.native.build import build as native_engine
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
-from penstock.workers.engines.trtllm.image_slots import collapse
 from tests.workers.engines.trtllm.conftest import ask, run
 from tests.workers.engines.trtllm.test_encoder import VISION, png
 
@@ -101,7 +101,9 @@ def test_a_slot_that_gets_embeddings_forgets_the_picture_before(engine: Any) -> 
     reservation = engine.vision.reserve([(b"new" * 10 + b"!!", EACH)])
     engine.vision.adopt(reservation)
     span = MediaSpan(0, EACH, b"", reservation.slots[0])
-    assert engine.vision.encoder.get(span).shape == (EACH, MODEL.vision.hidden)  # type: ignore[union-attr]
+    assert engine.vision.encoder.images([span]) == ()
+    (embedded,) = engine.vision.encoder.embeddings([span])
+    assert embedded.shape == (EACH, MODEL.vision.hidden)  # type: ignore[union-attr]
 
 
 def test_pictures_and_embeddings_in_one_prompt_are_refused(engine: Any) -> None:

@@ -1,8 +1,7 @@
-"""Images of prompts for vLLM, kept in slots of our embedding pool until a prompt refers to them.
+"""Images of prompts, kept in slots of our embedding pool until a prompt refers to them (vLLM, TensorRT-LLM).
 
-A slot holds either embeddings (transferred from an encode worker, or sent by the client) or the file of an image, which
-vLLM embeds itself. Its processor takes a prompt with one placeholder for each image, and writes as many as the image
-has embeddings, which must be those that the gateway counted: blocks are named by them.
+A slot holds either embeddings (transferred from an encode worker, or sent by the client) or an image, which the engine
+embeds itself.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,45 +18,57 @@ from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import MediaSpan, RequestError
 from penstock.workers.engines.native.model.embedding_slots import EMBEDDING, IMAGES, EmbeddingSlots, Rows, first_frame
 from penstock.workers.engines.native.model.pool import free_bytes
-from penstock.workers.engines.native.model.vision import DEFAULT_SLOTS, GRID_SLOT_TOKENS, MEMORY_SHARE
-
-MIXED = "some images of this request are embedded and others are not, and vLLM takes only one kind; send it again"
+from penstock.workers.engines.native.model.vision import DEFAULT_SLOTS, MEMORY_SHARE
 
 
-class ImageFile(NamedTuple):
-    """``tokens``: placeholder tokens that it takes."""
+class KeptImage(NamedTuple):
+    """``content``: the image, or its file. ``tokens``: placeholder tokens that it takes."""
 
-    raw: bytes
+    content: Any
     tokens: int
 
 
 class ImageStore:
     """Implements ``penstock.workers.engines.core.embeddings.VisionEncoder``; nothing is computed here.
 
-    Of images that vLLM embeds, files are kept, not pixels, which can take 160 MB an image.
-
     Args:
+        title: of the engine.
         slots: 0: as many as the native engine's encode workers have, or fewer if memory is short.
+        slot_tokens: rows of a slot.
         dtype: of the model, hence of an encode worker's embeddings; None: it takes none.
+        files: keep files, not images, which can take 160 MB each.
+        equal: take only embeddings that fill a slot.
 
     Attributes:
-        pool: the embeddings; None: it takes files only.
+        pool: the embeddings; None: it takes images only.
     """
 
-    def __init__(self, vision: Vision, slots: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        title: str,
+        vision: Vision,
+        slots: int,
+        slot_tokens: int,
+        dtype: torch.dtype | None,
+        *,
+        files: bool = False,
+        equal: bool = False,
+    ) -> None:
+        self._title = title
         self._vision = vision
+        self._files = files
+        self._equal = equal
         self.needs_grid = vision.patches is not None
-        base = vision.image_tokens if vision.tiles is None else vision.tiles.base
-        self.slot_tokens = base if vision.patches is None else GRID_SLOT_TOKENS
+        self.slot_tokens = slot_tokens
         self.slots = slots or DEFAULT_SLOTS
         self.pool: EmbeddingSlots | None = None
         if dtype is not None and vision.hidden:  # 0: its configuration does not say how wide they are
             device = torch.device("cpu")
-            room = int(free_bytes(device) * MEMORY_SHARE) // (self.slot_tokens * vision.hidden * dtype.itemsize)
+            room = int(free_bytes(device) * MEMORY_SHARE) // (slot_tokens * vision.hidden * dtype.itemsize)
             self.slots = slots or max(1, min(DEFAULT_SLOTS, room))
-            shape = (self.slots, self.slot_tokens, vision.hidden)
+            shape = (self.slots, slot_tokens, vision.hidden)
             self.pool = EmbeddingSlots(*shape, dtype, device, vision.tiles, vision.patches)
-        self._files: dict[int, bytes] = {}  # by their first slot
+        self._kept: dict[int, Any] = {}  # images or files, by their first slot
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Check one medium, in a thread.
@@ -67,7 +78,7 @@ class ImageStore:
         """
         if kind == EMBEDDING and self.pool is not None:
             rows = self.pool.decode(raw, kind)
-            if (found := self.pool.tokens(rows)) != self.slot_tokens:  # its engine ends where sizes differ in a step
+            if self._equal and (found := self.pool.tokens(rows)) != self.slot_tokens:
                 raise RequestError(
                     Code.invalid_request, f"an embedding of this model has {self.slot_tokens} tokens, not {found}"
                 )
@@ -75,11 +86,11 @@ class ImageStore:
         if kind not in IMAGES:
             raise RequestError(
                 Code.unsupported,
-                f"this worker's engine (vLLM) takes images, not {kind}; use a worker with --engine native",
+                f"this worker's engine ({self._title}) takes images, not {kind}; use a worker with --engine native",
             )
         image = self.decode(raw)
         try:
-            return ImageFile(raw, self._vision.tokens_of(image.height, image.width))
+            return KeptImage(raw if self._files else image, self._vision.tokens_of(image.height, image.width))
         except BadGrid as error:
             raise RequestError(Code.invalid_request, str(error)) from None
 
@@ -95,7 +106,7 @@ class ImageStore:
     def tokens(self, prepared: object) -> int:
         if isinstance(prepared, Rows):
             return len(prepared.data)
-        assert isinstance(prepared, ImageFile)
+        assert isinstance(prepared, KeptImage)
         return prepared.tokens
 
     def fill(self, batch: Seq[tuple[list[int], object]]) -> None:
@@ -106,42 +117,41 @@ class ImageStore:
                 assert self.pool is not None
                 self.pool.write(slots, prepared.data)
             else:
-                assert isinstance(prepared, ImageFile)
-                self._files[slots[0]] = prepared.raw
+                assert isinstance(prepared, KeptImage)
+                self._kept[slots[0]] = prepared.content
 
     def mark_embedded(self, slots: Seq[int]) -> None:
-        """Note that these slots hold embeddings now, instead of a file."""
+        """Note that these slots hold embeddings now, instead of an image."""
         for slot in slots:
-            self._files.pop(slot, None)
+            self._kept.pop(slot, None)
 
     def alike(self, media: Seq[Seq[int]]) -> bool:
-        """Whether all of these slots hold files, or none of them does: a request has one kind."""
-        return len({slots[0] in self._files for slots in media}) < 2
+        """Whether all of these slots hold images, or none of them does: a request has one kind."""
+        return len({slots[0] in self._kept for slots in media}) < 2
 
-    def files(self, spans: Seq[MediaSpan]) -> tuple[bytes, ...]:
-        """The files of a request's images; none: they are embedded.
+    def images(self, spans: Seq[MediaSpan]) -> tuple[Any, ...]:
+        """A request's images, or their files; none: they are embedded.
 
         Raises:
             RequestError: some are, others are not.
         """
         if not self.alike([span.slots for span in spans]):
-            raise RequestError(Code.transfer_failed, MIXED)
-        return tuple(self._files[span.slots[0]] for span in spans if span.slots[0] in self._files)
+            raise RequestError(
+                Code.transfer_failed,
+                f"some images of this request are embedded and others are not, and {self._title} takes only one kind; "
+                "send it again",
+            )
+        return tuple(self._kept[span.slots[0]] for span in spans if span.slots[0] in self._kept)
 
-    def embeddings(self, spans: Seq[MediaSpan]) -> Any:
-        """Of images, as vLLM takes them. A copy: their slots may be reused before they are read."""
+    def embeddings(self, spans: Seq[MediaSpan]) -> list[Tensor]:
+        """Of each image (tokens, hidden). Copies: slots may be reused before they are read."""
         assert self.pool is not None
-        rows: list[Tensor] = [self.pool.read(span.slots, span.tokens) for span in spans]
-        if self._vision.patches is None:
-            return rows
-        merge = self._vision.patches.merge
-        grids = [(steps, rows * merge, columns * merge) for steps, rows, columns in (span.grid for span in spans)]
-        return {"image_embeds": torch.cat(rows), "image_grid_thw": torch.tensor(grids)}
+        return [self.pool.read(span.slots, span.tokens) for span in spans]
 
     def memory(self) -> Memory | None:
         return None if self.pool is None else self.pool.memory()
 
     def close(self) -> None:
-        self._files.clear()
+        self._kept.clear()
         if self.pool is not None:
             self.pool.close()
