@@ -1,12 +1,15 @@
-"""The user's engine arguments (YAML file and JSON overrides), and what they may be."""
+"""The user's engine arguments (YAML file and JSON overrides), and what the installed release takes."""
 
+import dataclasses
 import difflib
+import inspect
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
+from penstock.workers.engines.engine_protocol import EngineError
 
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 
@@ -89,3 +92,30 @@ def refused(
             hint = f"; did you mean {near[0]}?" if near else ""
             problems.append(f"{key}: no such key" + (f"; it is {aliases[key]} here" if key in aliases else hint))
     return problems
+
+
+def fields_of(kind: Any) -> frozenset[str]:
+    """Names of the fields of a dataclass, Struct or pydantic model, else of the parameters of a call."""
+    if dataclasses.is_dataclass(kind):
+        return frozenset(field.name for field in dataclasses.fields(kind))
+    for names in (getattr(kind, "__struct_fields__", None), getattr(kind, "model_fields", None)):
+        if isinstance(names, tuple | Mapping):
+            return frozenset(names)
+    try:
+        return frozenset(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def check_interface(title: str, needed: Mapping[Any, Collection[str]], install: str) -> None:
+    """
+    Args:
+        title: of the package, with its release.
+        needed: names that its classes and calls must have.
+
+    Raises:
+        EngineError: it lacks some; with the command to install one that has them.
+    """
+    missing = {name for kind, names in needed.items() for name in set(names) - fields_of(kind)}
+    if missing:
+        raise EngineError(f"{title} lacks {', '.join(sorted(missing))}; {install}")

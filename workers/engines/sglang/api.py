@@ -3,53 +3,27 @@
 import dataclasses
 import importlib
 import importlib.util
-import inspect
 from typing import Any
 
 import structlog
 
 from penstock.infra.engine_args.tree import Tree
 from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.external.arguments import check_interface, fields_of
 
 log = structlog.get_logger("engine")
 
 INSTALL = "pip install 'penstock[sglang]' (SGLang 0.5.23), or run in the image lmsysorg/sglang:v0.5.23"
 VERSIONS = ("0.5.",)  # that the adapter was written for
-_CALL = frozenset(
-    [
-        "input_ids",
-        "sampling_params",
-        "return_logprob",
-        "logprob_start_len",
-        "top_logprobs_num",
-        "stream",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "routed_dp_rank",
-        "disagg_prefill_dp_rank",
-        "external_trace_header",
-        "lora_path",
-        "rid",
-    ]
-)
-_SAMPLING = frozenset(
-    [
-        "max_new_tokens",
-        "stop_token_ids",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "ignore_eos",
-        "logit_bias",
-        "sampling_seed",
-        "ebnf",
-    ]
-)
+_CALL = frozenset([
+    "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream",
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank",
+    "external_trace_header", "lora_path", "rid",
+])  # fmt: skip
+_SAMPLING = frozenset([
+    "max_new_tokens", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "ignore_eos", "logit_bias", "sampling_seed", "ebnf",
+])  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,21 +85,10 @@ def load_sglang() -> SglangApi:
         sampling = importlib.import_module("sglang.srt.sampling.sampling_params").SamplingParams
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
         raise EngineError(f"SGLang cannot be used ({error}); {INSTALL}") from error
-    missing = _SAMPLING - _fields(sampling)
-    call = set(inspect.signature(llm.async_generate).parameters)
-    missing |= _CALL - call
-    if missing:
-        raise EngineError(f"SGLang {version} lacks {', '.join(sorted(missing))}; {INSTALL}")
-    api = SglangApi(
-        version, llm, frozenset(name for name in _fields(args) if not name.startswith("_")), "cache_salt" in call
-    )
+    check_interface(f"SGLang {version}", {sampling: _SAMPLING, llm.async_generate: _CALL}, INSTALL)
+    arguments = frozenset(name for name in fields_of(args) if not name.startswith("_"))
+    api = SglangApi(version, llm, arguments, "cache_salt" in fields_of(llm.async_generate))
     log.info("sglang", version=version, arguments=len(api.arguments))
     if not version.startswith(VERSIONS):
         log.warning("sglang_version", note=f"written for 0.5.23; {version} is used as far as its signatures agree")
     return api
-
-
-def _fields(kind: Any) -> frozenset[str]:
-    """Names of the fields of a Struct, or of a dataclass in older releases."""
-    names = getattr(kind, "__struct_fields__", None)
-    return frozenset(inspect.signature(kind).parameters if names is None else names)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -12,6 +11,7 @@ from typing import Any, get_args
 import structlog
 
 from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.external.arguments import check_interface, fields_of
 
 log = structlog.get_logger("engine")
 
@@ -22,33 +22,12 @@ INSTALL = (
 LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error"}
 _LEVEL_VARIABLE = "TLLM_LOG_LEVEL"
 
-_SAMPLING_FIELDS = frozenset(
-    [
-        "max_tokens",
-        "end_id",
-        "pad_id",
-        "detokenize",
-        "add_special_tokens",
-        "include_stop_str_in_output",
-        "n",
-        "best_of",
-        "seed",
-        "stop_token_ids",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "prompt_ignore_length",
-        "embedding_bias",
-        "logprobs",
-        "prompt_logprobs",
-        "return_perf_metrics",
-    ]
-)
+_SAMPLING_FIELDS = frozenset([
+    "max_tokens", "end_id", "pad_id", "detokenize", "add_special_tokens", "include_stop_str_in_output", "n", "best_of",
+    "seed", "stop_token_ids", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "prompt_ignore_length", "embedding_bias", "logprobs", "prompt_logprobs",
+    "return_perf_metrics",
+])  # fmt: skip
 _CALL = (
     *("streaming", "disaggregated_params", "scheduling_params", "cache_salt", "trace_headers"),
     *("priority", "conversation_params"),
@@ -161,12 +140,8 @@ def load_trtllm() -> TrtllmApi:
         raise EngineError(
             f"tensorrt_llm {_version(package)} has no DisaggregatedParams or no RequestError; use 1.2.1: {INSTALL}"
         )
-    missing = _SAMPLING_FIELDS - _fields(sampling)
-    if missing:
-        raise EngineError(
-            f"SamplingParams of tensorrt_llm {_version(package)} lacks {', '.join(sorted(missing))}; "
-            f"use 1.2.1: {INSTALL}"
-        )
+    install = f"use 1.2.1: {INSTALL}"
+    check_interface(f"SamplingParams of tensorrt_llm {_version(package)}", {sampling: _SAMPLING_FIELDS}, install)
     scheduling = find("SchedulingParams", "tensorrt_llm.scheduling_params", "tensorrt_llm.llmapi")
     torch_args = find("TorchLlmArgs", "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args")
     auto_args = find("LlmArgs", "tensorrt_llm._torch.auto_deploy.llm_args")
@@ -183,11 +158,11 @@ def load_trtllm() -> TrtllmApi:
         collector=find("MetricsCollector", "tensorrt_llm.metrics", "tensorrt_llm.metrics.collector"),
         guided=find("GuidedDecodingParams", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params"),
         shared_tensor=find("SharedTensorContainer", "tensorrt_llm._torch.shared_tensor"),
-        call=frozenset(_parameters(llm.generate_async)),
-        arguments=_fields(torch_args) if torch_args is not None else frozenset(),
+        call=fields_of(llm.generate_async),
+        arguments=fields_of(torch_args) if torch_args is not None else frozenset(),
         sections=_sections(torch_args),
         logprob=find("Logprob", "tensorrt_llm.executor.result", "tensorrt_llm.executor"),
-        autodeploy=_fields(auto_args) if auto_args is not None else None,
+        autodeploy=fields_of(auto_args) if auto_args is not None else None,
         lora=find("LoRARequest", "tensorrt_llm.executor.request", "tensorrt_llm.executor"),
         lora_config=find("LoraConfig", "tensorrt_llm.lora_helper", "tensorrt_llm.lora_manager"),
     )
@@ -200,7 +175,7 @@ def load_trtllm() -> TrtllmApi:
         capacity=api.capacity,
         scheduling=api.scheduling is not None,
         native_metrics=api.collector is not None,
-        disaggregated=sorted(_fields(disaggregated)),
+        disaggregated=sorted(fields_of(disaggregated)),
     )
     for note in notes(api.version):
         log.warning("tensorrt_llm_version", note=note)
@@ -246,14 +221,6 @@ def _from_dict(name: str) -> Callable[[dict[str, Any]], Any] | None:
     return make
 
 
-def _fields(kind: Any) -> frozenset[str]:
-    """Field names of a dataclass or pydantic model, else the parameters of its constructor."""
-    if dataclasses.is_dataclass(kind):
-        return frozenset(field.name for field in dataclasses.fields(kind))
-    model = getattr(kind, "model_fields", None)
-    return frozenset(model) if isinstance(model, Mapping) else frozenset(_parameters(kind))
-
-
 def _sections(kind: Any) -> dict[str, frozenset[str]]:
     """The fields of each field that is a pydantic model, or such a model or None."""
     found: dict[str, frozenset[str]] = {}
@@ -261,12 +228,5 @@ def _sections(kind: Any) -> dict[str, frozenset[str]]:
         annotation = field.annotation
         kinds = [each for each in (annotation, *get_args(annotation)) if hasattr(each, "model_fields")]
         if len(kinds) == 1:
-            found[name] = _fields(kinds[0])
+            found[name] = fields_of(kinds[0])
     return found
-
-
-def _parameters(function: Any) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []

@@ -72,17 +72,10 @@ _RESERVED: Mapping[str, str] = {
     "mm_encoder_only": "use --role encode",
 }
 
-_ENCODER_KEYS = frozenset(
-    [
-        "trust_remote_code",
-        "tensor_parallel_size",
-        "dtype",
-        "max_batch_size",
-        "max_num_tokens",
-        "gpus_per_node",
-        "env_overrides",
-    ]
-)  # a MultimodalEncoder has neither KV cache nor scheduler
+_ENCODER_KEYS = frozenset([  # a MultimodalEncoder has neither KV cache nor scheduler
+    "trust_remote_code", "tensor_parallel_size", "dtype", "max_batch_size", "max_num_tokens", "gpus_per_node",
+    "env_overrides",
+])  # fmt: skip
 
 
 class TrtllmSettings(NamedTuple):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import structlog
 
 from penstock.infra.engine_args.tree import Tree
 from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.external.arguments import check_interface, fields_of
 
 log = structlog.get_logger("engine")
 
@@ -23,29 +23,11 @@ VERSIONS = ("0.32.", "0.33.")  # that the adapter was written for
 _LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 _CHECK_MODULE, _CHECK = "vllm.v1.structured_output.backend_guidance", "validate_guidance_grammar"
 _CALL = frozenset(["prompt", "sampling_params", "request_id", "lora_request"])
-_SAMPLING = frozenset(
-    [
-        "n",
-        "max_tokens",
-        "min_tokens",
-        "detokenize",
-        "ignore_eos",
-        "stop_token_ids",
-        "seed",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "output_kind",
-        "extra_args",
-        "structured_outputs",
-    ]
-)
+_SAMPLING = frozenset([
+    "n", "max_tokens", "min_tokens", "detokenize", "ignore_eos", "stop_token_ids", "seed", "temperature", "top_p",
+    "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
+    "output_kind", "extra_args", "structured_outputs",
+])  # fmt: skip
 
 
 class Ranks(Protocol):
@@ -174,7 +156,7 @@ def load_vllm() -> VllmApi:
             args=args,
             sampling=params.SamplingParams,
             delta=params.RequestOutputKind.DELTA,
-            arguments=frozenset(field.name for field in dataclasses.fields(args)),
+            arguments=fields_of(args),
             refusals=(*_kinds(errors, "VLLMClientError"), ValueError, TypeError),
             transient=_kinds(errors, "GenerationError", "GracefulHTTPError"),
             dead=dead,
@@ -189,10 +171,7 @@ def load_vllm() -> VllmApi:
         )
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
         raise EngineError(f"vLLM cannot be used ({error}); {INSTALL}") from error
-    missing = _SAMPLING - set(inspect.signature(params.SamplingParams).parameters)
-    missing |= _CALL - set(inspect.signature(llm.generate).parameters)
-    if missing:
-        raise EngineError(f"vLLM {version} lacks {', '.join(sorted(missing))}; {INSTALL}")
+    check_interface(f"vLLM {version}", {params.SamplingParams: _SAMPLING, llm.generate: _CALL}, INSTALL)
     log.info("vllm", version=version, arguments=len(api.arguments), cpu=api.cpu)
     if not version.startswith(VERSIONS):
         log.warning("vllm_version", note=f"written for 0.32 and 0.33; {version} is used as far as its signatures agree")
