@@ -49,6 +49,7 @@ class InflightRequest:
         earlier_workers: those that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are on disk.
         stored_seq: the sequence of its message in REQUESTS; 0: unknown, or its content is not there.
+        stored_link: how often the broker had been reconnected when that was acknowledged.
         polls: of the queues, that had ended when it was accepted; -1: it was not accepted here.
         paid: the charge to its API key's limits, until it ends. None: nothing.
     """
@@ -82,6 +83,7 @@ class InflightRequest:
         "polls",
         "request",
         "seq",
+        "stored_link",
         "stored_seq",
         "turns",
         "worker",
@@ -99,7 +101,7 @@ class InflightRequest:
         self.behind = False
         self.seq = 0
         self.cancel_sent = 0.0
-        self.stored_seq = 0
+        self.stored_seq = self.stored_link = 0
         self.polls = -1
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None

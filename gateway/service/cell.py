@@ -46,6 +46,7 @@ SWEEP_S = 0.25
 LIMITS_S = 9.0  # of ACCEPT_S, what may have been spent before a request is sent
 ACCEPT_S = 14.0  # longer than an election in a cluster (4 to 9 s) and what follows it; a refusal comes within 15 s
 CANCEL_AGAIN_S = 1.0
+LOST_AGAIN_S = 2.0
 ERASE_S = 20.0  # a router reads the jobs of the time in which the request ran
 CANCEL_TRIES = 30  # of a request with other readers; by then its router and worker have been restarted
 MAX_CANCELLING = 1000  # such requests at a time; those beyond are cancelled once
@@ -106,6 +107,7 @@ class Cell:
         self._cancelling = 0
         self._unconfirmed: dict[InflightRequest, float] = {}  # cancelled, and perhaps never stored; since when
         self._looking: asyncio.Task[None] | None = None
+        self._storing: asyncio.Task[None] | None = None
         self.unstored = UnstoredRequests(
             bus,
             publisher,
@@ -275,11 +277,23 @@ class Cell:
             raise
         if ack.duplicate:  # a resend, a repeat, or a submission that another gateway had accepted before it crashed
             return await self._attach_repeated(inflight)
-        inflight.stored_seq = ack.seq
+        inflight.stored_seq, inflight.stored_link = ack.seq, self.bus.reconnects
         return inflight
 
     async def _look_for_lost(self) -> None:
-        self.tasks.spawn(self.store_lost_again(), name="store-lost", on_failure=_not_stored_again)
+        if self._storing is None or self._storing.done():  # otherwise that one looks again
+            self._storing = self.tasks.spawn(self._store_lost_until_stored(), name="store-lost")
+
+    async def _store_lost_until_stored(self) -> None:
+        links = -1
+        while links != self.bus.reconnects:
+            links = self.bus.reconnects
+            try:
+                await self.store_lost_again()
+            except (ServingError, NatsError, OSError, TimeoutError) as error:  # its disk is full, say
+                log.warning("requests_not_stored_again", error=repr(error))
+                links = -1
+                await asyncio.sleep(LOST_AGAIN_S)
 
     async def store_lost_again(self) -> None:
         """Store open requests again that have no tokens yet, and that the broker has lost since it stored them.
@@ -290,20 +304,25 @@ class Cell:
         Raises:
             ServingError: the broker does not answer, or a request could not be stored.
         """
-        waiting = {
-            each.stored_seq: each
-            for each in self._own.readers
-            if each.stored_seq and not (each.worker or each.ended or each.request.id in self._lookup.deleted)
-        }
-        stored = {seq: each.request.id for seq, each in waiting.items()}
-        lost = [waiting[seq] for seq in await find_lost(self.bus, self.bus.subjects.stream("REQUESTS"), stored)]
+        links: dict[int, dict[int, InflightRequest]] = {}
+        for each in self._subscriptions.own_readers:
+            if each.stored_seq and not (each.worker or each.ended or each.request.id in self._lookup.deleted):
+                links.setdefault(each.stored_link, {})[each.stored_seq] = each
+        lost = []
+        for waiting in links.values():  # the broker may have lost messages between two links
+            stored = {seq: each.request.id for seq, each in waiting.items()}
+            found = await find_lost(self.bus, self.bus.subjects.stream("REQUESTS"), stored)
+            lost += [waiting[seq] for seq in sorted(found)]
         for inflight in lost:
             request = inflight.request
-            payload = wire.encode(requests.packed(request) if self.queues.packs else request)
+            if request.no_store:
+                payload = wire.encode(self.unstored.without_content(request))
+            else:
+                payload = wire.encode(requests.packed(request) if self.queues.packs else request)
             subject = self.bus.subjects.request(request.model, request.priority.value, request.id)
             headers = requests.headers_of(payload)
             ack = await self.publisher.publish(subject, payload, request.id, headers=headers, timeout=ACCEPT_S)
-            inflight.stored_seq = ack.seq
+            inflight.stored_seq, inflight.stored_link = ack.seq, self.bus.reconnects
         if lost:
             log.warning("requests_stored_again", stream="REQUESTS", requests=len(lost))
 
@@ -541,10 +560,6 @@ def _end_overdue(inflight: InflightRequest, late_ns: int) -> None:
 
 def _not_read(error: BaseException) -> None:
     log.debug("unconfirmed_not_looked_up", error=repr(error))  # the next sweep tries again
-
-
-def _not_stored_again(error: BaseException) -> None:
-    log.warning("requests_not_stored_again", error=repr(error))  # they end at their deadlines
 
 
 def _not_cancelled(error: BaseException) -> None:

@@ -322,14 +322,27 @@ async def _info(bus: "Bus", stream: str, query: bytes = b"") -> _StreamInfo:
     return info
 
 
+async def is_replaced(bus: "Bus", stream: str, entry: Entry) -> bool:
+    """Whether the broker has lost this message, and has stored another in its place or before it.
+
+    Raises:
+        ServingError: the stream cannot be read.
+    """
+    found = await get(bus, stream, entry.seq)
+    if found is None:  # it was deleted, or what took its place
+        found = await get_since(bus, stream, server_ns(entry) + 1)
+    return found is not None and found.seq <= entry.seq and server_ns(found) > server_ns(entry)
+
+
 async def find_lost(bus: "Bus", stream: str, stored: Mapping[int, str]) -> set[int]:
     """Which of these messages the broker has lost since it stored them, by sequence.
 
-    What its disk has damaged leaves a gap. Behind the end that a power failure left, other messages may have taken the
-    sequences; those before the newest message that is still there are not looked at.
+    What its disk has damaged leaves a gap. Behind the end that a power failure has left, others may have the sequences:
+    so they are compared from the last one down to the first that is still there.
 
     Args:
-        stored: how the message id begins, by sequence.
+        stored: how the message id begins, by sequence. The broker has not lost others between the first and the last of
+            these, or those that are still there would hide earlier ones.
     Raises:
         ServingError: the stream cannot be read.
     """

@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.client import Frame, Headers, read_republished
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get, get_last, get_since, read, server_ns, stream_end
+from penstock.infra.bus.direct_get import Entry, get, get_last, is_replaced, read, server_ns, stream_end
 from penstock.schemas.errors import ServingError
 
 log = structlog.get_logger("bus")
@@ -290,20 +290,11 @@ class LogTail:
         end, created = await stream_end(self._bus, self._stream)
         recreated = bool(self.created) and created != self.created
         self.created = created
-        if recreated or end < self.position or await self._is_replaced():
+        cut = recreated or end < self.position
+        if cut or (self._newest is not None and await is_replaced(self._bus, self._stream, self._newest)):
             log.error("stream_truncated", stream=self._stream, position=self.position, end=end, recreated=recreated)
             self.position, self._newest = 0, None
             self._on_recreated()
-
-    async def _is_replaced(self) -> bool:
-        """Whether other messages have the sequences of handled ones, which the broker has lost."""
-        newest = self._newest
-        if newest is None:
-            return False
-        entry = await get(self._bus, self._stream, newest.seq)
-        if entry is None:  # it was deleted, or what took its place
-            entry = await get_since(self._bus, self._stream, server_ns(newest) + 1)
-        return entry is not None and entry.seq <= newest.seq and self._is_newer(entry)
 
     async def _read(self) -> None:
         async for entry in read(self._bus, self._stream, self._subject, after=self.position, since_ns=self._since_ns):

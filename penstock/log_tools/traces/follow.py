@@ -20,7 +20,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry, get_last, lifetime, read
+from penstock.infra.bus.direct_get import Entry, get_last, is_replaced, lifetime, read
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.export import Sink
 from penstock.log_tools.traces.spans import Span, spans
@@ -133,18 +133,20 @@ class StreamReader:
         self.after = after
         self._since_ns = since_ns
         self._created_ns = 0  # as of the last look; 0: not known
+        self._newest: Entry | None = None  # of those read
         self._looked = -CHECK_S
 
     async def _look(self) -> None:
-        """Start over if the stream was lost and recreated: a position in the lost one would skip messages."""
+        """Start over if the stream lost its end or was recreated: the position would skip messages."""
         now = time.monotonic()
         if now - self._looked < CHECK_S:
             return
         stream = await lifetime(self._bus, self._stream)
         recreated = self._created_ns not in (0, stream.created_ns)
-        if recreated or stream.end < self.after:
+        cut = recreated or stream.end < self.after
+        if cut or (self._newest is not None and await is_replaced(self._bus, self._stream, self._newest)):
             log.error("stream_truncated", stream=self._stream, position=self.after, end=stream.end, recreated=recreated)
-            self.after = 0
+            self.after, self._newest = 0, None
         self._looked, self._created_ns = now, stream.created_ns
 
     async def entries(self, until_ns: int = 0) -> AsyncIterator[Entry]:
@@ -159,7 +161,7 @@ class StreamReader:
         ):
             if until_ns and entry.time_ns > until_ns:
                 return
-            self.after = entry.seq
+            self.after, self._newest = entry.seq, entry
             yield entry
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.run_gateway import front_of
+from penstock.gateway.service import cell as cell_module
 from penstock.gateway.service import gateway as gateway_module
 from penstock.gateway.service.cell import Cell
 from penstock.gateway.service.gateway import Gateway
@@ -208,15 +209,21 @@ async def test_a_cell_that_cannot_be_read_at_first_is_opened_later_once(
         assert names["poll"] == names["sweep-others"] == len(running.gateway.cells), "each once in each cell"
 
 
+@pytest.mark.parametrize("body", [BODY, BODY[:-1] + b', "no_store": true}'], ids=["stored", "no_store"])
 async def test_requests_whose_places_others_have_taken_since_a_power_failure_are_stored_again(
-    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, model: ModelDir
+    make_broker: Callable[..., EmbeddedNats],
+    subjects: Subjects,
+    model: ModelDir,
+    monkeypatch: pytest.MonkeyPatch,
+    body: bytes,
 ) -> None:
     """No router had read them, and the stream has grown past them: their clients waited until the deadlines."""
     server = make_broker()
     await server.start()
+    monkeypatch.setattr(cell_module, "LOST_AGAIN_S", 0.1)
     async with gateway_on(server, subjects, model) as running:
         home = running.gateway.cells[0]
-        asked = [(await running.gateway.prepare("completion", BODY)).request for _ in range(3)]
+        asked = [(await running.gateway.prepare("completion", body)).request for _ in range(3)]
         for request in asked:
             await running.gateway.submit(request)
         home.bus.on_reconnect.remove(home._look_for_lost)
@@ -228,10 +235,23 @@ async def test_requests_whose_places_others_have_taken_since_a_power_failure_are
         for number in range(3):
             await home.bus.js.publish(subjects.request("other", "standard", f"other-{number}"), b"")
         home.bus.on_reconnect.append(home._look_for_lost)
-        await home.store_lost_again()
+        publish, tries = home.publisher.publish, 0
+
+        async def fails_first(*args: Any, **options: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries == 2:
+                raise ServingError(Code.broker_unavailable, "its disk is full")
+            return await publish(*args, **options)
+
+        monkeypatch.setattr(home.publisher, "publish", fails_first)
+        await home._store_lost_until_stored()
         entries = [each async for each in read(home.bus, subjects.stream("REQUESTS"), subjects.all("request"))]
-        ids = [each.headers.get(HEADER_MSG_ID) for each in entries]
-        assert ids[0] == asked[0].id
-        assert sorted(filter(None, ids)) == sorted(request.id for request in asked)
+        named = {each.headers[HEADER_MSG_ID]: each for each in entries if HEADER_MSG_ID in each.headers}
+        assert list(named) == [request.id for request in asked]
+        for request in asked:
+            stored = requests.decode(named[request.id].data)
+            assert (stored == request) == (not request.no_store)
+            assert not (request.no_store and stored.prompt)
         await home.store_lost_again()
         assert (await home.bus.js.stream_info(subjects.stream("REQUESTS"))).state.last_seq == len(entries)
