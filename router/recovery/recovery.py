@@ -97,7 +97,7 @@ class Recovery:
         self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
         self._unheld: dict[tuple[str, int], int] = {}  # request, attempt -> scans
         self._job_lost: dict[str, tuple[int, int]] = {}  # by request: attempt, sequence that its job had in WORK
-        self._looked = (-1, -1)  # reconnects and truncations of WORK at the last look for lost jobs
+        self._looked = -1  # reconnects at the last look for lost jobs
         self._postponed: OrderedDict[tuple[str, int], float] = OrderedDict()  # request, seq in WORK -> monotonic time
         self._time_slice = TimeSlice()
 
@@ -160,21 +160,27 @@ class Recovery:
 
         A broker that lost power, or whose disk is damaged, has lost messages that it had stored.
         """
-        restarts = (self._bus.reconnects, self._cluster.truncations)
-        if restarts == self._looked or not self._bus.connected:
+        cluster, links = self._cluster, self._bus.reconnects
+        if (links == self._looked and not cluster.cut_off) or not self._bus.connected:
             return
         try:
-            await self._cluster.fold_unowned()
-            active = {entry.seq: entry for entry in self._cluster.tracker.active() if entry.seq}
-            stored = {seq: f"{entry.request}:{entry.attempt}" for seq, entry in active.items()}
-            lost = await find_lost(self._bus, self._bus.subjects.stream("WORK"), stored)
+            await cluster.fold_unowned()
+            lost = await self._lost_of(cluster.stored_jobs())
+            while cluster.cut_off:
+                lost |= await self._lost_of(cluster.cut_off[0])
+                del cluster.cut_off[0]
         except ServingError as error:
             log.warning("lost_jobs_unknown", error=error.message)
             return
-        self._looked = restarts
+        self._looked = links
         if lost:
-            log.error("jobs_lost", requests=[active[seq].request for seq in sorted(lost)[:FEW]], jobs=len(lost))
-            self._job_lost |= {active[seq].request: (active[seq].attempt, seq) for seq in lost}
+            log.error("jobs_lost", requests=[*lost][:FEW], jobs=len(lost))
+            self._job_lost |= lost
+
+    async def _lost_of(self, active: list[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
+        stored = {seq: f"{request}:{attempt}" for request, attempt, seq in active}
+        lost = await find_lost(self._bus, self._bus.subjects.stream("WORK"), stored)
+        return {request: (attempt, seq) for request, attempt, seq in active if seq in lost}
 
     def _without_job(self) -> list[ActiveRequest]:
         found = {name: self._cluster.tracker.request(name) for name in self._job_lost}

@@ -78,6 +78,7 @@ class ClusterState:
         deleted: requests whose jobs do not count, since they were deleted.
         came_back: called with stream, sequence and request of their messages.
     Attributes:
+        cut_off: what was active each time that WORK had lost its end: request, attempt and sequence of its job.
         ended: records of requests as they are read, for whoever counts what they used; one that is full has lost some.
         registry: the workers that are registered.
         removal: removes the registrations of those that are lost.
@@ -103,7 +104,7 @@ class ClusterState:
         self.registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
         self.removal = RegistrationRemoval(bus, self.registry, self.tasks)
         self.disconnects = DisconnectWatch(self._is_worker_connection)
-        self.truncations = 0  # of WORK: the broker has lost jobs that it had stored
+        self.cut_off: list[list[tuple[str, int, int]]] = []
         self._work = self._tail("WORK", "work", self._on_work, self._on_truncated)
         self._done = self._tail("DONE", "done", self._on_done)
         self.ended: deque[Entry] = deque(maxlen=ENDED_KEPT)
@@ -130,7 +131,13 @@ class ClusterState:
         return LogTail(self._bus, subjects.stream(stream), subjects.all(kind), handle, on_lost)
 
     def _on_truncated(self) -> None:
-        self.truncations += 1
+        for unfolded in self._unowned.take():
+            self._fold_kept(unfolded)
+        self.cut_off.append(self.stored_jobs())
+
+    def stored_jobs(self) -> list[tuple[str, int, int]]:
+        """Request, attempt and sequence in WORK of what is active, as of now."""
+        return [(entry.request, entry.attempt, entry.seq) for entry in self.tracker.active() if entry.seq]
 
     async def start(self, listener: ClusterListener) -> None:
         """

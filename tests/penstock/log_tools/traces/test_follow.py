@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from penstock.infra.bus.direct_get import Entry
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.traces import follow
-from penstock.log_tools.traces.follow import Following, PositionStore, TracePosition, begin, share
+from penstock.log_tools.traces.follow import Following, PositionStore, StreamReader, TracePosition, begin, share
 from penstock.log_tools.traces.spans import Span
 from penstock.schemas.done import KILLED, Done, Returned, Timings
 from penstock.schemas.errors import Code, ServingError
@@ -24,6 +24,7 @@ from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from penstock.schemas.trace import Trace, trace_id
 from penstock.schemas.wire import encode
 from tests.infra.bus.support import eventually, opened
+from tests.infra.nats_server.support import lose_end
 from tests.penstock.log_tools.traces import samples
 
 UNSAMPLED = samples.PARENT[:-1] + "0"
@@ -104,6 +105,34 @@ async def run(bus: Bus, count: int = 1, **more: Any) -> list[str]:
 async def unreadable(until_ns: int = 0) -> AsyncIterator[Entry]:
     raise ServingError(Code.broker_unavailable, "away")
     yield
+
+
+async def test_a_stream_that_has_lost_its_end_is_read_from_its_start_although_it_has_grown_again(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "CHECK_S", 0.0)
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        reader = StreamReader(bus, "WORK", subjects.all("work"))
+
+        async def put(count: int) -> None:
+            for _ in range(count):
+                await bus.js.publish(subjects.work("aggregated", "w"), b"")
+
+        async def seqs() -> list[int]:
+            return [entry.seq async for entry in reader.entries()]
+
+        await put(4)
+        assert await seqs() == [1, 2, 3, 4]
+        assert await seqs() == []
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        lose_end(server.data_dir, subjects.stream("WORK"), 2)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        await put(3)
+        assert await seqs() == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
