@@ -109,14 +109,43 @@ def check_generations(peer_pool: Memory, remote: Sequence[int], generations: Seq
         raise TransferError("refused", "the peer does not show the generations of its blocks")
 
 
+class BlockSpan(NamedTuple):
+    """A part of each block, in bytes from its start."""
+
+    start: int
+    end: int
+
+
+def span_of(pool: Memory, layers: tuple[int, int] | None) -> BlockSpan:
+    """Where layers lie in a block, from the first to before the second; None: all of it.
+
+    Raises:
+        TransferError: refused; it has no such layers.
+    """
+    if layers is None:
+        return BlockSpan(0, pool.block_bytes)
+    (first, end), count = layers, pool.layers
+    if not 0 <= first < end <= count:
+        raise TransferError("refused", f"layers {first} to {end - 1} of blocks of {pool.layout!r}, which has {count}")
+    size = pool.block_bytes // count
+    return BlockSpan(first * size, end * size)
+
+
 def copy_ops(
-    own_pool: Memory, peer_pool: Memory, local: Sequence[int], remote: Sequence[int], *, in_one_piece: bool
+    own_pool: Memory,
+    peer_pool: Memory,
+    local: Sequence[int],
+    remote: Sequence[int],
+    *,
+    in_one_piece: bool,
+    span: BlockSpan | None = None,
 ) -> Iterator[CopyOp]:
-    """The copies for these blocks, with neighbours merged; one copy, or pieces of ``PIECE_BYTES`` if not ``whole``."""
+    """The copies for a span of these blocks, with neighbours merged; one copy, or pieces of ``PIECE_BYTES``."""
+    span = span or BlockSpan(0, own_pool.block_bytes)
     step = max(1, len(local) if in_one_piece else PIECE_BYTES // own_pool.block_bytes)
     for first in range(0, len(local), step):
         local_part, remote_part = local[first : first + step], remote[first : first + step]
-        yield merge_runs(own_pool, peer_pool, np.array(local_part, np.int64), np.array(remote_part, np.int64))
+        yield merge_runs(own_pool, peer_pool, np.array(local_part, np.int64), np.array(remote_part, np.int64), span)
 
 
 class _Part(NamedTuple):
@@ -190,21 +219,22 @@ def _head_copies(own: _Side, peer: _Side, heads: range, size: int) -> Iterator[C
         yield CopyOp(*sides)
 
 
-def merge_runs(own_pool: Memory, peer_pool: Memory, local: NDArray[np.int64], remote: NDArray[np.int64]) -> CopyOp:
-    """One row per run of blocks that are neighbours on both sides."""
-    cuts = np.flatnonzero((local[1:] != local[:-1] + 1) | (remote[1:] != remote[:-1] + 1))
-    bounds = np.concatenate(([0], cuts + 1, [len(local)]))
-    starts, lengths = bounds[:-1], (bounds[1:] - bounds[:-1]) * own_pool.block_bytes
-    return CopyOp(
-        MemoryRanges(
-            own_pool.kind,
-            _rows(own_pool.base + local[starts] * own_pool.block_bytes, lengths, own_pool.device),
-        ),
-        MemoryRanges(
-            peer_pool.kind,
-            _rows(peer_pool.base + remote[starts] * peer_pool.block_bytes, lengths, peer_pool.device),
-        ),
-    )
+def merge_runs(
+    own_pool: Memory, peer_pool: Memory, local: NDArray[np.int64], remote: NDArray[np.int64], span: BlockSpan
+) -> CopyOp:
+    """One row per run of whole blocks that are neighbours on both sides, or per part of a block."""
+    if span == (0, own_pool.block_bytes):
+        cuts = np.flatnonzero((local[1:] != local[:-1] + 1) | (remote[1:] != remote[:-1] + 1))
+        bounds = np.concatenate(([0], cuts + 1, [len(local)]))
+    else:
+        bounds = np.arange(len(local) + 1)
+    starts, lengths = bounds[:-1], (bounds[1:] - bounds[:-1]) * (span.end - span.start)
+
+    def ranges(pool: Memory, ids: NDArray[np.int64]) -> MemoryRanges:
+        addresses = pool.base + ids[starts] * pool.block_bytes + span.start
+        return MemoryRanges(pool.kind, _rows(addresses, lengths, pool.device))
+
+    return CopyOp(ranges(own_pool, local), ranges(peer_pool, remote))
 
 
 def generation_read(peer_pool: Memory, remote: Sequence[int], scratch: int) -> CopyOp:

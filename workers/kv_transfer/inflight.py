@@ -168,6 +168,7 @@ class TransferRequest:
     local: Sequence[int] = ()
     remote: Sequence[int] = ()
     generations: Sequence[int] = ()
+    layers: tuple[int, int] | None = None
     started: float
     deadline: float
     future: "Future[TransferResult]" = field(default_factory=Future)
@@ -367,16 +368,21 @@ class InflightTransfers:
         )
         if request.generations:
             blocks.check_generations(peer_pool, request.remote, request.generations)
+        if split and request.layers is not None:
+            raise TransferError("refused", f"agent {peer.agent}: blocks that ranks share are read with all layers")
+        span = blocks.span_of(own_pool, request.layers)
         self._peers.load(peer)
         # Only a direct copy between processes blocks the thread; an asynchronous one goes in one piece.
         direct = own_pool.kind == peer_pool.kind == "cpu" and own.host == peer.host != ""
         transfer.at_risk = len(request.local)
         transfer.gpu = own_pool.kind == peer_pool.kind == "cuda"
-        transfer.size = len(request.local) * own_pool.block_bytes
         if split and not blocks.same_heads(own_pool, peer_pool):
             transfer.moves, transfer.size = blocks.head_copies(own_pool, peer_pool, request.local, request.remote)
             return
-        transfer.moves = blocks.copy_ops(own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct)
+        transfer.size = len(request.local) * (span.end - span.start)
+        transfer.moves = blocks.copy_ops(
+            own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct, span=span
+        )
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
         """Post the next piece, or poll the one posted; returns whether either made progress."""

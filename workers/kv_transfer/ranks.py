@@ -111,14 +111,17 @@ class RankTransports:
         local: Sequence[int],
         *,
         generations: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> "Future[TransferResult]":
         if not (self._others or peer.ranks):
-            return self._own.read(peer, pool, remote, local, generations=generations, timeout=timeout)
+            return self._own.read(peer, pool, remote, local, generations=generations, layers=layers, timeout=timeout)
         result: Future[TransferResult] = Future()
         result.set_running_or_notify_cancel()
         began = time.monotonic()
         try:
+            if layers is not None:
+                raise TransferError("refused", "blocks that ranks share are read with all layers")
             pairs = self._pairs(peer, pool)
         except TransferError as error:
             result.set_exception(error)
@@ -239,9 +242,11 @@ class RemoteTransport:
         local: Sequence[int],
         *,
         generations: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> "Future[TransferResult]":
         assert not generations, "rank 0 compares them"
+        assert layers is None, "refused before"
         answer = self._call(
             "read",
             peer=peer,

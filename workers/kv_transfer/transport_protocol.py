@@ -143,9 +143,12 @@ class Transport(Protocol):
         local: Sequence[int],
         *,
         generations: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> "Future[TransferResult]":
         """Copy the peer's blocks ``remote`` into the blocks ``local`` of the pool of that name.
+
+        With ``layers``, only these are copied, from the first to before the second. Ranks that share blocks refuse.
 
         With ``generations``, one per block: fails with "stale" unless they are still the owner's when all bytes have
         arrived. The future cannot be cancelled and fails with ``TransferError`` only.

@@ -136,12 +136,13 @@ class TransportThread:
         local: Sequence[int],
         *,
         generations: Sequence[int] = (),
+        layers: tuple[int, int] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> "Future[TransferResult]":
         now = time.monotonic()
         return self._submit(
             TransferRequest(
-                op="READ", peer=peer, pool=pool, local=local, remote=remote, generations=generations,
+                op="READ", peer=peer, pool=pool, local=local, remote=remote, generations=generations, layers=layers,
                 started=now, deadline=now + timeout,
             )
         )  # fmt: skip

@@ -1,5 +1,7 @@
 """Ids to ranges of memory: nothing is lost, nothing is added, and wrong ids never become addresses."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,6 +44,40 @@ def test_neighbours_on_both_sides_become_one_row_and_others_do_not() -> None:
     [move] = agent.copy_ops(HERE, THERE, [0, 1, 2, 3, 9, 10], [5, 6, 7, 9, 10, 11], in_one_piece=True)
     assert (move.local.rows[:, 1] // 4096).tolist() == [3, 1, 2]
     assert (move.local.kind, move.remote.kind) == ("cpu", "cuda")
+
+
+@given(
+    st.lists(st.integers(0, 63), min_size=1, max_size=20, unique=True),
+    st.sampled_from([1, 2, 3, 32]),
+    st.booleans(),
+    st.data(),
+)
+def test_blocks_that_are_copied_by_layers_are_copied_once(
+    ids: list[int], layers: int, whole: bool, data: st.DataObject
+) -> None:
+    """Whatever the layers are cut into: each byte of each block, and no other."""
+    pool = Memory(base=0, block_bytes=96, blocks=64, layout=f"bfloat16({layers},2,4,1,2)")
+    cuts = sorted({0, layers, *data.draw(st.lists(st.integers(0, layers), max_size=4))})
+    parts = [agent.span_of(pool, (first, end)) for first, end in pairwise(cuts)]
+    copied = [
+        (ids.index(start // 96), start % 96, size)
+        for part in parts
+        for move in agent.copy_ops(pool, pool, range(len(ids)), ids, in_one_piece=whole, span=part)
+        for start, size, _ in move.remote.rows.tolist()
+    ]
+    if len(parts) == 1:  # of whole blocks, neighbours are one row
+        assert sum(size for _, _, size in copied) == len(ids) * 96
+        return
+    bytes_of = [sorted((start, start + size) for block, start, size in copied if block == at) for at in range(len(ids))]
+    expected = [(part.start, part.end) for part in parts]
+    assert bytes_of == [expected] * len(ids)
+
+
+@pytest.mark.parametrize("layers", [(0, 3), (1, 1), (2, 1), (-1, 1)])
+@pytest.mark.parametrize("layout", ["bfloat16(2,2,4,1,2)", "x", ""])
+def test_layers_that_blocks_do_not_have_are_refused(layers: tuple[int, int], layout: str) -> None:
+    with pytest.raises(TransferError, match=r"refused: layers .* which has \d"):
+        agent.span_of(Memory(base=0, block_bytes=96, blocks=64, layout=layout), layers)
 
 
 def test_a_direct_copy_is_cut_into_pieces_of_bounded_size() -> None:

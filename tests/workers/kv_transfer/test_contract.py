@@ -91,6 +91,22 @@ def test_a_read_brings_these_blocks_and_touches_no_other(pair: Pair) -> None:
     assert pair.reader.pool.values() == [[value] for value in expected]
 
 
+def test_a_read_of_layers_brings_these_layers_only(pair: Pair) -> None:
+    """The last of them with a check whose blocks they are, which then is of all."""
+    reader, endpoint, half = pair.reader, pair.owner.transport.endpoint, BLOCK_BYTES // 2
+    first = reader.transport.read(endpoint, "kv", [5, 6], [1, 2], layers=(0, 1))
+    assert first.result(WAIT_S).bytes == 2 * half
+    assert reader.pool.blocks[1:3].tolist() == [[block] * half + [0] * half for block in (6, 7)]
+    rest = reader.transport.read(endpoint, "kv", [5, 6], [1, 2], layers=(1, 2), generations=[1, 1])
+    assert rest.result(WAIT_S).bytes == 2 * half
+    expected = np.zeros(BLOCKS, int)
+    expected[[1, 2]] = [6, 7]
+    assert reader.pool.values() == [[value] for value in expected]
+    stale = reader.transport.read(endpoint, "kv", [5, 6], [1, 2], layers=(1, 2), generations=[1, 9])
+    assert failure(stale).cause == "stale"
+    assert failure(reader.transport.read(endpoint, "kv", [5], [1], layers=(0, 3))).cause == "refused"
+
+
 def test_a_write_pushes_these_blocks_and_touches_no_other(pair: Pair) -> None:
     moved = pair.owner.transport.write(pair.reader.transport.endpoint, "kv", [0, 1, 40], [63, 62, 0])
     assert moved.result(WAIT_S).bytes == 3 * BLOCK_BYTES
