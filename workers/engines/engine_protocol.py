@@ -464,9 +464,13 @@ class KvTransfer(Protocol):
     Attributes:
         prompts_end: called there with the keys of pinned sequences as the step is planned that computes the last of
             their prompts; None: nobody wants to know.
+        prompts_written: called there with these prompts while that step is in flight, each time it has written the KV
+            of more of their leading layers into their blocks, and with 0 once it is that of all; None: likewise.
+            Their blocks are not held for others yet: they are the prompt's as long as they have these generations.
     """
 
     prompts_end: Callable[[list[object]], None] | None
+    prompts_written: Callable[[list[PinnedPrompt], int], None] | None
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int, tokens: int = 0) -> BlockReservation | None:
         """Hold blocks for the KV of these names, cached or to be filled; None: too few are available now.

@@ -23,7 +23,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.fleet import adapter_id
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint, Sampling
 from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.engine_protocol import RequestError
+from penstock.workers.engines.engine_protocol import PinnedPrompt, RequestError
 from tests import standins
 from tests.adapters import other_weights, write_adapter
 from tests.workers.engines.contract import (
@@ -964,6 +964,27 @@ def test_the_end_of_a_pinned_prompt_is_known_once_and_before_its_last_step_is_co
     source.seen.outputs.clear()
     pinned, _ = prefilled(source, ask("h", long))
     assert known == [(["h"], False)]
+    assert source.engine.release_pinned(pinned.key)
+
+
+def test_a_pinned_prompt_is_known_to_be_written_before_its_token_is_returned(subject: Subject, make: Make) -> None:
+    """With the blocks that are pinned then; first of its leading layers, if the engine computes the others later."""
+    if subject.handoff != "blocks":
+        pytest.skip("its blocks travel by themselves")
+    source = make(role="prefill", max_batched_tokens=32)
+    cache = source.engine.kv_transfer
+    assert cache is not None
+    written: list[tuple[list[PinnedPrompt], int]] = []
+
+    def report(prompts: list[PinnedPrompt], layers: int) -> None:
+        assert not source.seen.outputs
+        written.append((prompts, layers))
+
+    cache.prompts_written = report
+    pinned, _ = prefilled(source, ask("h", [*PROMPT, *PROMPT[::-1], *PROMPT]))
+    assert [layers for _, layers in written][-1] == 0
+    assert sorted(layers for _, layers in written[:-1]) == [layers for _, layers in written[:-1]]
+    assert [prompts for prompts, _ in written] == [[pinned]] * len(written)
     assert source.engine.release_pinned(pinned.key)
 
 

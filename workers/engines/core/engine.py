@@ -43,6 +43,7 @@ from penstock.workers.engines.engine_protocol import (
     EngineStats,
     Failure,
     KvTransfer,
+    PinnedPrompt,
     RequestError,
     SequenceRequest,
     StepResult,
@@ -248,12 +249,13 @@ class ReplaceableWeights:
 
 
 class InflightStep(NamedTuple):
-    """A step that was launched and not yet committed."""
+    """A step that was launched and not yet committed. ``ending``: prompts that end with it and are handed off."""
 
     plan: list[ScheduledSequence]
     scoring: list[ScheduledSequence]
     failures: list[Failure]
     launched: PendingStep
+    ending: list[PinnedPrompt]
 
 
 class ScheduledEngine:
@@ -317,6 +319,7 @@ class ScheduledEngine:
         assert owned is not None
         self._owned: Executor | OverlapExecutor = owned
         self.weights = ReplaceableWeights(self, store) if store is not None else None
+        self._ending: list[PinnedPrompt] = []  # of the step that is waited for
         self._may_lack_embeddings = False  # a sequence was accepted without its embeddings
 
     def submit(self, request: SequenceRequest) -> None:
@@ -386,18 +389,40 @@ class ScheduledEngine:
         if self.hold is not None and plan and (waiting := self.hold(plan)):
             plan = scheduler.postpone(plan, waiting)
             scoring = [scheduled for scheduled in scoring if scheduled not in waiting]
-        if (prompts_end := scheduler.reservations.prompts_end) is not None:
-            ending = [scheduled.sequence.key for scheduled in plan if scheduled.samples and scheduled.sequence.pin]
-            if ending:
-                prompts_end(ending)
+        ending = self._ending_prompts(plan)
+        if ending and (prompts_end := scheduler.reservations.prompts_end) is not None:
+            prompts_end([prompt.key for prompt in ending])
         if self._speculation is not None and plan:  # proposals take blocks, too, whose content is to be saved first
             plan = self._speculation.extend(plan, scheduler)
         if self._copier is not None and plan:
             self._copy()
         if self.executor is None:
-            return self._step_overlapped(plan, scoring, failures)
+            return self._step_overlapped(plan, scoring, failures, ending)
+        self._ending = ending
         sampled: list[Sampled] = self.executor.execute(plan, scoring) if plan else []
+        self.written(0)
         return self._result(scheduler.commit(plan, sampled, scoring), failures)
+
+    def _ending_prompts(self, plan: list[ScheduledSequence]) -> list[PinnedPrompt]:
+        """The prompts whose last step this is and which are handed off, with their blocks as it writes them."""
+        reservations, generations = self.scheduler.reservations, self.scheduler.blocks.generations
+        if reservations.prompts_end is None and reservations.prompts_written is None:
+            return []
+        ending = []
+        for scheduled in plan:
+            sequence = scheduled.sequence
+            if scheduled.samples and sequence.pin:
+                table = sequence.blocks[: -(-sequence.prompt_len // self.info.block_size)]
+                ending.append(PinnedPrompt(sequence.key, table, [generations[block] for block in table]))
+        return ending
+
+    def written(self, layers: int) -> None:
+        """The step that is waited for has written the KV of so many leading layers; 0: of all."""
+        report, ending, whole = self.scheduler.reservations.prompts_written, self._ending, not layers
+        if whole:
+            self._ending = []
+        if ending and report is not None and not (whole and self.scheduler.kv_cache.windows is not None):
+            report(ending, layers)  # which rows windows take is known once a prompt is pinned
 
     def _result(self, result: StepResult, failures: list[Failure]) -> StepResult:
         """The result of a step, with further failures, among them of sequences that cannot match their constraint."""
@@ -448,18 +473,25 @@ class ScheduledEngine:
         plan: list[ScheduledSequence],
         scoring: list[ScheduledSequence],
         failures: list[Failure],
+        ending: list[PinnedPrompt],
     ) -> StepResult:
         """Launch this plan, then wait for the previous one and commit it."""
         assert self.ahead is not None
         done, self.inflight = self.inflight, None
         if plan:
-            self.inflight = InflightStep(plan, scoring, failures, self.ahead.launch(plan, scoring))
+            self.inflight = InflightStep(plan, scoring, failures, self.ahead.launch(plan, scoring), ending)
             failures = []
         launched = time.perf_counter()
         if done is None:
             result = self.scheduler.commit([], [], [])
         else:
+            if done.ending:
+                self._ending = done.ending
+                for waypoint in done.launched.waypoints:
+                    waypoint.wait()
+                    self.written(waypoint.layers)
             sampled = done.launched.result()
+            self.written(0)
             ahead_s = time.perf_counter() - launched
             result = self.scheduler.commit(done.plan, sampled, done.scoring)
             failures = done.failures + failures

@@ -47,7 +47,7 @@ class Reservations:
     What host memory has of a prompt is brought back, what only files have is not: the other worker is faster.
 
     Attributes:
-        prompts_end: as of ``KvTransfer``.
+        prompts_end, prompts_written: as of ``KvTransfer``.
         copy: makes the copies that are planned, without waiting.
         settle, settle_rows: wait for copies of these blocks, or rows of sliding-window layers.
 
@@ -70,6 +70,7 @@ class Reservations:
         self._pinned = pinned
         self._headroom = headroom
         self.prompts_end: Callable[[list[object]], None] | None = None
+        self.prompts_written: Callable[[list[PinnedPrompt], int], None] | None = None
         self._windows = windows
         self._row_headroom = row_headroom
         self.copy: Callable[[], None] = lambda: None

@@ -112,8 +112,28 @@ def scored_to(scheduled: ScheduledSequence) -> int:
 Sampled = tuple[int, Logprob | None]  # a drawn token; its log-probabilities, if they are wanted
 
 
+class Waypoint(Protocol):
+    """Where a step that has begun has written the KV of so many leading layers; 0: of all."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def wait(self) -> None:
+        """
+        Raises:
+            EngineError: the device is lost.
+        """
+
+
 class PendingStep(Protocol):
-    """A step that an ``OverlapExecutor`` has begun."""
+    """A step that an ``OverlapExecutor`` has begun.
+
+    Attributes:
+        waypoints: in order, if it computes the last of a prompt that is handed off, and as far as they are known.
+    """
+
+    @property
+    def waypoints(self) -> Seq[Waypoint]: ...
 
     def result(self) -> list[Sampled]:
         """What ``Executor.execute`` returns, once the step is done; KV is in its blocks then, too.

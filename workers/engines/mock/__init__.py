@@ -271,6 +271,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
     engine = ScheduledEngine(
         info, scheduler, executor, encoder, copier=copier, grammars=grammars, adapters=adapters, store=executor
     )
+    executor.written = engine.written
     if options.played:
         executor.plays = True
         engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold

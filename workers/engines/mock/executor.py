@@ -251,6 +251,8 @@ class MockExecutor:
         end: the token that ends them, an EOS of the model.
     Attributes:
         plays: sequences may play a recording: the engine's ``hold`` is a ``Player``'s.
+        written: called with a number of leading layers whose KV is in ``blocks``, while the others of a prompt's last
+            step are being computed; None: nobody wants to know.
     """
 
     def __init__(
@@ -276,19 +278,30 @@ class MockExecutor:
         self._blocks = blocks
         self._encoder = encoder
         self.plays = False
+        self.written: Callable[[int], None] | None = None
         self._admitted = 0  # sequences with a smaller ``arrived`` have been here since their admission
         self._speedup = speedup
         self._sleep = sleep
 
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
+        seconds = 0.0
         if self._speedup:
             simulated = [scheduled for scheduled in plan if not is_played(scheduled)] if self.plays else plan
-            if simulated:
-                self._sleep(step_seconds(simulated, self._capacity) / self._speedup)
+            seconds = step_seconds(simulated, self._capacity) / self._speedup if simulated else 0.0
+        ending = self.written is not None and any(each.samples and each.sequence.pin for each in plan)
+        layers = self._blocks.layers if self._blocks is not None and ending else 0
+        last_s = seconds / layers if layers > 1 else 0.0
+        if seconds:
+            self._sleep(seconds - last_s)
         if self._crash_token >= 0:
             self._crash(plan)
         if self._blocks is not None:
             self._remember(self._blocks, plan)
+            if layers > 1 and self.written is not None:
+                with self._blocks.without_last_layer(plan):
+                    self.written(layers - 1)
+                    if last_s:
+                        self._sleep(last_s)
         for scheduled in scoring:
             self._score(scheduled)
         sampled: list[Sampled] = []

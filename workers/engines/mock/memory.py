@@ -8,8 +8,9 @@ with blocks of another worker can verify that they are the right ones, and an an
 import ctypes
 import mmap
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import NamedTuple
 from zlib import crc32
 
@@ -19,7 +20,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.schemas.wire import pack_tokens
 from penstock.workers.engines.core.blocks import BlockCopies
-from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.core.sequence import ScheduledSequence, Sequence
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 
 BLOCK_BYTES = 64
@@ -167,6 +168,30 @@ class MockBlocks:
         self._width = (block_bytes - 4) // 2
         self._encoder = encoder
         self.pages = Pages(blocks, block_bytes)
+
+    @property
+    def layers(self) -> int:
+        """Of a block, equal parts of its bytes."""
+        return self.memory().layers
+
+    @contextmanager
+    def without_last_layer(self, plan: Seq[ScheduledSequence]) -> Iterator[None]:
+        """As long as the last layer of what a step writes is not computed yet."""
+        size, data = self.pages.size, self.pages.data
+        parts = []
+        for scheduled in plan:
+            start, end = scheduled.start, scheduled.start + scheduled.count
+            for position in range(start // self._size, -(-end // self._size)):
+                at = self._at(scheduled.sequence, position)
+                parts.append(slice(at + size - size // self.layers, at + size))
+        computed = [bytes(data[part]) for part in parts]
+        for part, content in zip(parts, computed, strict=True):
+            data[part] = bytes(len(content))
+        try:
+            yield
+        finally:
+            for part, content in zip(parts, computed, strict=True):
+                data[part] = content
 
     def write(self, sequence: Sequence, start: int, end: int) -> None:
         """The tokens from ``start`` to ``end`` have been computed."""

@@ -41,6 +41,7 @@ from penstock.workers.engines.core.sequence import (
     Sampled,
     ScheduledSequence,
     Sequence,
+    Waypoint,
 )
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.native.cuda.packing import PackedStep
@@ -470,6 +471,11 @@ class LeadingOverlapExecutor:
 class _ExplainedStep(NamedTuple):
     step: PendingStep
     ranks: EngineRanks
+
+    @property
+    def waypoints(self) -> Seq[Waypoint]:
+        """None: an event of this rank says nothing of the memory of the others."""
+        return ()
 
     def result(self) -> list[Sampled]:
         with self.ranks.explained():

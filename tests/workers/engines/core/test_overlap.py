@@ -1,7 +1,8 @@
 """Steps ahead: the next plan is made before the tokens of the one before are known, and nothing comes out different."""
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence
 from penstock.workers.engines.core.sequence import Sequence as Running
-from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, StepResult
+from penstock.workers.engines.engine_protocol import EngineInfo, PinnedPrompt, RequestError, StepResult
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
@@ -26,7 +27,14 @@ WORDS = MockVocabulary(6, excluded=(2,))
 STOP = 4  # a token that ends some answers: learned one step late
 
 
+class Passed(NamedTuple):
+    layers: int
+    wait: Callable[[], None]
+
+
 class Step:
+    waypoints: Sequence[Passed] = ()
+
     def __init__(self, sampled: list[Sampled]) -> None:
         self._sampled = sampled
 
@@ -137,6 +145,36 @@ def test_a_step_that_had_ended_before_the_next_was_launched_says_so(monkeypatch:
     assert [engine.step().ahead_s for _ in range(2)] == pytest.approx([0.005, 0.005])
     takes[0] = 0.0
     assert engine.step().ahead_s == 0.0
+
+
+def test_prompts_are_reported_as_written_when_the_step_in_flight_has_passed_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the blocks that it writes, also if they are another's before its result is known."""
+    engine, _, scheduler = ahead()
+    seen: list[object] = []
+    waypoints = [Passed(3, lambda: seen.append("three")), Passed(0, lambda: seen.append("all"))]
+    monkeypatch.setattr(Step, "waypoints", waypoints)
+    engine.submit(request("other", [1, 0], 1, root=ROOT))
+    engine.submit(request("a", [0, 1, 0, 1, 0], 1, root=ROOT, pin=True))
+    scheduler.reservations.prompts_written = lambda prompts, layers: seen.append((prompts, layers))
+    assert engine.step().outputs == []
+    assert not seen
+    assert engine.inflight is not None
+    table = list(engine.inflight.plan[1].sequence.blocks)
+    prompt = PinnedPrompt("a", table, [scheduler.blocks.generations[block] for block in table])
+    (pinned,) = engine.step().pinned
+    assert seen == ["three", ([prompt], 3), "all", ([prompt], 0)]
+    assert pinned == prompt
+    scheduler.pinned.release("a")
+    engine.submit(request("b", [1, 1, 1], 2, root=ROOT, pin=True))
+    engine.step()
+    assert engine.inflight is not None
+    assert engine.cancel("b")
+    engine.submit(request("other", [1, 0], 3, root=ROOT))
+    while engine.has_work():
+        engine.step()
+    assert seen[4:] == ["three", (mock.ANY, 3), "all", (mock.ANY, 0)]
 
 
 def test_an_answer_whose_end_is_known_by_its_length_is_not_computed_further() -> None:

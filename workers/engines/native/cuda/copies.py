@@ -1,15 +1,17 @@
-"""Copies the tokens of launched steps to the host.
+"""Copies the tokens of launched steps to the host, and says how far a step has come.
 
 Copies many short lists of integers to the device at once, without waiting.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.workers.engines.core.sequence import Sampled
+from penstock.workers.engines.native.model.attention import AttentionParams, Paged
 from penstock.workers.engines.native.model.pool import device_errors
 from penstock.workers.engines.native.model.sampler import Chosen
 
@@ -74,8 +76,48 @@ class Upload:
         event.record()
 
 
+class Written(NamedTuple):
+    """Implements ``penstock.workers.engines.core.sequence.Waypoint``. ``event``: None on a CPU."""
+
+    layers: int
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.event is not None:
+            with device_errors():
+                self.event.synchronize()
+
+
+class WrittenLayers:
+    """Implements ``Paged`` over another: notes where the leading layers, and all, have written their KV.
+
+    Args:
+        layers: of the pool.
+        others: the step writes another pool, too, so that the last of these layers is not the end.
+    """
+
+    def __init__(self, paged: Paged, layers: int, noted: Callable[[int], None], *, others: bool) -> None:
+        self._paged, self._noted = paged, noted
+        self._leading, self._last = leading_layers(layers), layers - 1 if not others else -1
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        attended = self._paged.attend(layer, query, key, value, params)
+        if layer == self._leading - 1:
+            self._noted(self._leading)
+        elif layer == self._last:
+            self._noted(0)
+        return attended
+
+
+def leading_layers(layers: int) -> int:
+    """How many are read before the others are computed: these take about as long as the transfer does."""
+    return layers - max(1, layers // 8)
+
+
 class Pending:
     """Implements ``penstock.workers.engines.core.sequence.PendingStep``."""
+
+    waypoints: Sequence[Written] = ()
 
     def __init__(self, finish: Callable[[], list[Sampled]]) -> None:
         self._finish = finish
@@ -98,6 +140,8 @@ class LateStep:
     Args:
         draw: starts drawing the tokens.
     """
+
+    waypoints: Sequence[Written] = ()
 
     def __init__(self, draw: Callable[[], Pending]) -> None:
         self._draw = draw

@@ -17,7 +17,15 @@ from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
 from penstock.workers.engines.native.cuda import rows
 from penstock.workers.engines.native.cuda.adapters import CudaAdapters
-from penstock.workers.engines.native.cuda.copies import HostCopies, LateStep, Pending, Upload
+from penstock.workers.engines.native.cuda.copies import (
+    HostCopies,
+    LateStep,
+    Pending,
+    Upload,
+    Written,
+    WrittenLayers,
+    new_event,
+)
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
 from penstock.workers.engines.native.cuda.latent import make_scratch, paged_attention
@@ -225,6 +233,7 @@ class CudaExecutor:
             adapters.place(self._upload, 4 * aligned + self._prompt_graphs.size, most)
         self._masks = TokenMasks(model.vocab_size)
         self._late: LateStep | None = None
+        self._waypoints: list[Written] | None = None  # of the step that is being launched; None: nobody needs them
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
         self._most_tokens = max_batched_tokens
@@ -367,6 +376,14 @@ class CudaExecutor:
         hidden = None if self.continued is None else self.continued.of(table_rows, positions)
         return self.model.logits(tokens, token_positions, wanted, paged, embeddings, hidden)
 
+    def _note(self, layers: int) -> None:
+        """The step that is being launched has written the KV of so many leading layers here; 0: of all."""
+        event = new_event() if self._device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        assert self._waypoints is not None
+        self._waypoints.append(Written(layers, event))
+
     def _paged(self, table_rows: Tensor, positions: Tensor, decodes: int, tiles: PromptTiles) -> Paged:
         assert self.pool is not None
 
@@ -375,6 +392,8 @@ class CudaExecutor:
             return paged_attention(pool, self._scratch, self._rotation, batch, self._dense)
 
         full = over(self.pool, self._tables[0])
+        if self._waypoints is not None:
+            full = WrittenLayers(full, self.pool.shape.layers, self._note, others=self._sliding is not None)
         if self._sliding is None:
             return full
         return HybridAttention(self._sliding.layers, full, over(self._sliding.pool, self._tables[1]))
@@ -398,7 +417,12 @@ class CudaExecutor:
             changes = self._table_rows.take_changes()
             if self._others is not None:
                 self._others(packed_step(packed, changes, eager=bool(scoring)))
-            return self._launch(packed, changes, scoring, eager=bool(scoring))
+            elif any(scheduled.samples and scheduled.sequence.pin for scheduled in plan):
+                self._waypoints = []
+            try:
+                return self._launch(packed, changes, scoring, eager=bool(scoring))
+            finally:
+                self._waypoints = None
 
     def compute(self, step: PackedStep) -> None:
         """Launch this rank's part of a step that rank 0 has sent.
@@ -518,6 +542,9 @@ class CudaExecutor:
         draws = packed.draws
         if not draws:
             return self._host_copies.start(None, packed.order, after)
+        waypoints = self._waypoints or ()
+        if self._waypoints is not None and not any(waypoint.layers == 0 for waypoint in waypoints):
+            self._note(0)  # the step replayed a graph, or wrote to two pools
         if self.continued is not None:
             self.continued.keep(targets, drawn)
 
@@ -526,10 +553,13 @@ class CudaExecutor:
             sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters, masks)
             return self._host_copies.start(sampled, packed.order, after)
 
+        step: Pending | LateStep
         if all(draw.sequence.constraint is None for draw in draws):
-            return draw()
-        self._late = LateStep(draw)
-        return self._late
+            step = draw()
+        else:
+            step = self._late = LateStep(draw)
+        step.waypoints = waypoints
+        return step
 
     def _put_tiles(self, tiles: list[tuple[int, int, int, int]]) -> Tensor | None:
         return self._upload.put([number for tile in tiles for number in tile]).view(-1, 4) if tiles else None
