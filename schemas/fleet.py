@@ -294,6 +294,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     tier_costs: tuple[float, ...] = ()  # to bring a block back from host memory, and disk, where computing it is 1
     moves_prefixes: bool = False  # reads prefixes from workers that do so too, and has them read its own
     reserves: bool = False  # takes ``control.Reserve`` and ``control.Fetch``; False: earlier builds, and other roles
+    reads_layers: bool = False  # takes ``control.Fetch`` of leading layers; False: earlier builds
 
     @property
     def rests(self) -> str:

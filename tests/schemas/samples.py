@@ -691,6 +691,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, reserves=True),
         fleet.decode,
     ),
+    "registration_that_reads_layers": (
+        fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, reserves=True, reads_layers=True),
+        fleet.decode,
+    ),
     "registration_of_a_pair_only": (
         fleet.Registration("w", "tiny", "decode", "sglang", 1, 32, 100, 8, 4096, pair_only=True),
         fleet.decode,
@@ -975,6 +979,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         control.decode_worker,
     ),
     "fetch": (control.Fetch(TICKET), control.decode_worker),
+    "fetch_of_layers": (control.Fetch(TICKET, 28), control.decode_worker),
     "push_of_windows": (
         control.Push("t-1", "w-2", ENDPOINT, b"", b"", 1.5, pack_tokens([0]), pack_tokens([9])),
         control.decode_worker,

@@ -1,12 +1,14 @@
 """Reserves engine blocks and slots for data from other workers, in turn, and frees them once nothing writes to them.
 
-A prefill worker announces a prompt while it computes the last of it: blocks are reserved here meanwhile, and read as
-soon as they are computed, beside the way of the message that brings the request.
+A prefill worker announces a prompt while it computes the last of it: blocks are reserved here meanwhile. Their leading
+layers are read while the others are computed, and these as soon as they are, beside the way of the message that brings
+the request.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 import structlog
@@ -15,8 +17,9 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import block_hashes
 from penstock.schemas.control import Reserve
 from penstock.schemas.transfer import Ticket
+from penstock.workers.disagg.reader import NO_LAYERS, BlockReader
 from penstock.workers.engine_loop.loop import BlockWait, EngineLoop
-from penstock.workers.engines.engine_protocol import BlockReservation, Engine, RequestError, RowToFill, kv_transfer_of
+from penstock.workers.engines.engine_protocol import BlockReservation, Engine, RequestError, kv_transfer_of
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 from penstock.workers.session.requests import RequestTable, RunningRequest
 
@@ -91,35 +94,27 @@ MOST_ANNOUNCED = 256  # prompts
 class _Announced:
     """A prompt whose request has not come."""
 
-    __slots__ = ("began", "order", "reading", "ticket", "timer", "wait")
+    __slots__ = ("began", "order", "reading", "ticket", "timer", "wait", "whole")
 
     def __init__(self, order: Reserve, wait: BlockWait[BlockReservation], timer: asyncio.TimerHandle) -> None:
         self.order = order
         self.wait = wait
         self.timer = timer
         self.ticket: Ticket | None = None  # once the prompt is computed
+        # Likewise, for what reads the leading layers until then; None: it is not to read the others.
+        self.whole: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         self.reading: asyncio.Task[BlockReservation | None] | None = None
         self.began = False  # reading, which frees the blocks itself where it fails
 
 
 class AnnouncedPrompts:
-    """Used from the event loop. Each ends: its request takes it, its owner withdraws it or leaves, or it is too late.
+    """Used from the event loop. Each ends: its request takes it, its owner withdraws it or leaves, or it comes late."""
 
-    Args:
-        fetch: copies the blocks at these positions of a ticket into local ones; raises TransferError.
-    """
-
-    def __init__(
-        self,
-        engine: EngineLoop,
-        reserver: BlockReserver,
-        tasks: Tasks,
-        fetch: Callable[[Ticket, Sequence[int], Sequence[int], Sequence[RowToFill]], Awaitable[object]],
-    ) -> None:
+    def __init__(self, engine: EngineLoop, reserver: BlockReserver, tasks: Tasks, reader: BlockReader) -> None:
         self._engine = engine
         self._reserver = reserver
         self._tasks = tasks.group("announced")
-        self._fetch = fetch
+        self._reader = reader
         self._open: dict[str, _Announced] = {}  # by ticket
 
     def __len__(self) -> int:
@@ -136,14 +131,16 @@ class AnnouncedPrompts:
         self._engine.cancel_wait(wait)
         self._open[order.ticket] = _Announced(order, wait, self._timer(order.ticket))
 
-    def fetch(self, ticket: Ticket) -> None:
-        """The prompt is computed."""
+    def fetch(self, ticket: Ticket, layers: int = 0) -> None:
+        """The prompt is computed, or so many leading layers of it."""
         announced = self._open.get(ticket.id)
-        if announced is None or announced.reading is not None or announced.order.owner != ticket.worker:
+        if announced is None or announced.ticket is not None or announced.order.owner != ticket.worker:
+            return
+        if layers and announced.reading is not None:
             return
         announced.timer.cancel()
         announced.timer = self._timer(ticket.id)
-        self._read(announced, ticket)
+        self._read(announced, ticket, layers)
 
     async def take(self, ticket: Ticket, names: list[bytes], tails: int, users: int) -> BlockReservation | None:
         """The blocks of a prompt whose request has come, with its KV; None: none are reserved for it.
@@ -157,13 +154,13 @@ class AnnouncedPrompts:
         announced.timer.cancel()
         order, known = announced.order, announced.ticket
         if (order.owner, order.digests, order.tails, order.users) != (ticket.worker, b"".join(names), tails, users) or (
-            known is not None and (known.blocks, known.generations) != (ticket.blocks, ticket.generations)
+            known is not None and _content(known) != _content(ticket)
         ):
             self._free(announced)
             return None
-        reading = announced.reading or self._read(announced, ticket)
+        reading = announced.reading if known is not None else None
         try:
-            return await asyncio.shield(reading)
+            return await asyncio.shield(reading or self._read(announced, ticket))
         except asyncio.CancelledError:
             self._free(announced)
             raise
@@ -189,13 +186,18 @@ class AnnouncedPrompts:
     def _timer(self, ticket: str) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(ANNOUNCED_S, self.drop, ticket)
 
-    def _read(self, announced: _Announced, ticket: Ticket) -> "asyncio.Task[BlockReservation | None]":
-        announced.ticket = ticket
-        work = self._read_blocks(announced, ticket)
-        announced.reading = reading = self._tasks.spawn(work, name="announced", on_failure=_not_read)
+    def _read(self, announced: _Announced, ticket: Ticket, layers: int = 0) -> "asyncio.Task[BlockReservation | None]":
+        if not layers:
+            announced.ticket = ticket
+            announced.whole.set_result(ticket)
+        reading = announced.reading
+        if reading is None:
+            work = self._read_blocks(announced, ticket, layers)
+            announced.reading = reading = self._tasks.spawn(work, name="announced", on_failure=_not_read)
         return reading
 
-    async def _read_blocks(self, announced: _Announced, ticket: Ticket) -> BlockReservation | None:
+    async def _read_blocks(self, announced: _Announced, ticket: Ticket, layers: int) -> BlockReservation | None:
+        """Read the leading layers of a ticket, if any, and the rest once the whole prompt is computed."""
         answer = announced.wait.answer
         try:
             reserved = answer.result() if answer.done() else await asyncio.shield(asyncio.wrap_future(answer))
@@ -210,19 +212,38 @@ class AnnouncedPrompts:
         def free(engine: Engine) -> None:
             kv_transfer_of(engine).release(reservation)
 
+        leading = NO_LAYERS
+        if layers and positions:
+            with self._freed_if_it_fails(free):
+                leading = await self._reader.fetch_leading(ticket, positions, local, layers)
         try:
-            if positions or reservation.fills:
-                await self._fetch(ticket, positions, local, reservation.fills)
+            whole = await announced.whole
+        except asyncio.CancelledError:  # nothing is being read
+            self._reserver.free(free)
+            raise
+        if whole is not None and (positions or reservation.fills):
+            if _content(whole) != _content(ticket):  # it was computed again, into other blocks
+                leading = NO_LAYERS
+            with self._freed_if_it_fails(free):
+                await self._reader.fetch(whole, positions, local, reservation.fills, leading=leading)
+        return reservation
+
+    @contextmanager
+    def _freed_if_it_fails(self, free: Callable[[Engine], object]) -> Iterator[None]:
+        """Free the blocks of a failed transfer, once nothing writes to them."""
+        try:
+            yield
         except TransferError as error:
             self._reserver.free_when_settled(error.settled, free)
             raise
         except BaseException:
             self._reserver.free_after_quarantine(free)
             raise
-        return reservation
 
     def _free(self, announced: _Announced) -> None:
         """Free the blocks, once nothing writes to them."""
+        if not announced.whole.done():
+            announced.whole.set_result(None)
 
         def free(answer: "Future[BlockReservation | None] | asyncio.Task[BlockReservation | None]") -> None:
             if answer.cancelled() and not announced.began:
@@ -233,6 +254,10 @@ class AnnouncedPrompts:
                 self._engine.call(lambda engine: kv_transfer_of(engine).release(reservation))
 
         (announced.reading or announced.wait.answer).add_done_callback(free)
+
+
+def _content(ticket: Ticket) -> tuple[bytes, bytes]:
+    return ticket.blocks, ticket.generations
 
 
 def to_read(reservation: BlockReservation) -> tuple[list[int], list[int]]:

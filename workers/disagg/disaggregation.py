@@ -41,6 +41,7 @@ from penstock.workers.engines.engine_protocol import (
     EngineInfo,
     EngineStats,
     KvTransfer,
+    PinnedPrompt,
     RequestError,
     VisionEngine,
     kv_transfer_of,
@@ -108,7 +109,8 @@ class DisaggCoordinator:
         self._owner: Owner | None = None
         self._announcements: Any = None  # the subscription
         self._announced: AnnouncedPrompts | None = None  # by prefill workers
-        self._announced_to: set[str] = set()  # requests that a decode worker has reserved blocks for, as far as known
+        # Requests that a decode worker has reserved blocks for, as far as known, and whether it was told to read all.
+        self._announced_to: dict[str, bool] = {}
         self.reader: BlockReader | None = None
         self._peers: PeerWatcher | None = None
         if transport is not None or info.handoff_layout:
@@ -129,7 +131,7 @@ class DisaggCoordinator:
                 moves_prefixes=prefixes is not None,
             )
             if settings.role == "decode" and self.reader is not None:
-                self._announced = AnnouncedPrompts(engine, self.reserver, context.tasks, self.reader.fetch)
+                self._announced = AnnouncedPrompts(engine, self.reserver, context.tasks, self.reader)
         self._embeddings = EmbeddingStage(context, engine, vision, self.reserver, self._owner, self.reader)
 
     # --- start and stop ---
@@ -227,7 +229,7 @@ class DisaggCoordinator:
         if self._announced is None:
             return
         if isinstance(order, Fetch):
-            self._announced.fetch(order.ticket)
+            self._announced.fetch(order.ticket, order.layers)
             return
         request, attempt, _ = order.ticket.rsplit(":", 2)
         if not (self._requests.knows(request, int(attempt)) or self._context.lease.gone):
@@ -360,16 +362,38 @@ class DisaggCoordinator:
         names = prompt_digests(request, self._context.model.revision, size)
         users = sum(outcome is None for outcome in running.outcomes)
         tails = users if request.prompt_tokens % size else 0
-        self._announced_to.add(request.id)
+        self._announced_to[request.id] = False
         self._tell(
             stage,
             Reserve(ticket_id(running, stage), self._context.id, b"".join(names), tails, users, request.prompt_tokens),
         )
 
+    def written(self, running: RunningRequest, prompt: PinnedPrompt, layers: int) -> None:
+        """Have the decode worker read what the last step of an announced prompt has computed so far.
+
+        Nothing pins the blocks yet. Should they get another content before ``offer`` does, the reader sees it by their
+        generations.
+
+        Args:
+            layers: the leading ones; 0: all.
+        """
+        request, stage = running.request, running.route[0]
+        if (
+            self._owner is None
+            or self._peers is None
+            or self._announced_to.get(request.id) is not False
+            or not self._peers.reads(stage.worker, layers)
+            or not self._requests.is_current(running)
+            or not self._context.lease.trusted()
+        ):
+            return
+        self._announced_to[request.id] = not layers
+        ticket = self._owner.ticket(ticket_id(running, stage), "kv", prompt.blocks, prompt.generations)
+        self._tell(stage, Fetch(ticket, layers))
+
     def withdraw(self, running: RunningRequest) -> None:
         """A request ends here: if it was announced, it is not handed off."""
-        if running.request.id in self._announced_to:
-            self._announced_to.discard(running.request.id)
+        if self._announced_to.pop(running.request.id, None) is not None:
             stage = running.route[0]
             self._tell(stage, Release(ticket_id(running, stage), self._context.id))
 
@@ -401,7 +425,7 @@ class DisaggCoordinator:
             free,
             windows=pinned.windows,
         )
-        if running.request.id in self._announced_to and self._context.lease.trusted():
+        if self._announced_to.get(running.request.id) is False and self._context.lease.trusted():
             self._tell(stage, Fetch(ticket))
         return ticket
 
@@ -493,7 +517,7 @@ class DisaggCoordinator:
 
     def _on_handed_off(self, running: RunningRequest) -> None:
         """The next stage has the request."""
-        self._announced_to.discard(running.request.id)
+        self._announced_to.pop(running.request.id, None)
         self._context.metrics.handed_off(running.routed_ns, running.started_ns, running.first_token_ns)
         self._requests.mark_ended(running.request.id, running.attempt)
         running.kv_holder = None  # the ticket's lease holds the blocks

@@ -144,18 +144,8 @@ class Owner:
             windows: of the last of the blocks.
         """
         lease_s = lease_s or self._lease_s
-        endpoint = self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine")
-        ticket = Ticket(
-            ticket_id,
-            self._worker,
-            endpoint,
-            pool,
-            wire.pack_tokens(list(blocks)),
-            wire.pack_tokens(list(generations)),
-            self._clock.now_ns() + int(lease_s * 1e9),
-            wire.pack_tokens(list(windows.rows)),
-            wire.pack_tokens(list(windows.generations)),
-        )
+        ticket = self.ticket(ticket_id, pool, blocks, generations, lease_s, windows)
+        endpoint = ticket.endpoint
         size = sum(
             len(held) * each.pools[name].block_bytes
             for each in (endpoint, *endpoint.ranks)
@@ -166,6 +156,28 @@ class Owner:
         self._tickets[ticket_id] = ticket
         self._ledger.record(ticket, "offered", target, blocks=len(blocks), bytes=size)
         return ticket
+
+    def ticket(
+        self,
+        ticket_id: str,
+        pool: str,
+        blocks: Sequence[int],
+        generations: Sequence[int],
+        lease_s: float = 0.0,
+        windows: HeldRows = NO_ROWS,
+    ) -> Ticket:
+        """A ticket alone, without a lease: it is void as soon as the engine gives a block another content."""
+        return Ticket(
+            ticket_id,
+            self._worker,
+            self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine"),
+            pool,
+            wire.pack_tokens(list(blocks)),
+            wire.pack_tokens(list(generations)),
+            self._clock.now_ns() + int((lease_s or self._lease_s) * 1e9),
+            wire.pack_tokens(list(windows.rows)),
+            wire.pack_tokens(list(windows.generations)),
+        )
 
     def pin_prefix(self, order: PinPrefix, cache: KvTransfer) -> PrefixPinned:
         """Offer blocks of the prefix cache to a reader.

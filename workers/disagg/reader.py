@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -63,6 +63,17 @@ class _Pushing:
     def reply(self, pushed: Pushed) -> None:
         if not self.answer.done():
             self.answer.set_result(pushed)
+
+
+class LeadingLayers(NamedTuple):
+    """What was read of blocks before all of their layers were computed; ``seconds`` of the transfer."""
+
+    layers: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+NO_LAYERS = LeadingLayers()
 
 
 class BlockReader:
@@ -129,6 +140,38 @@ class BlockReader:
             raise TransferError("stale", pinned.cause)
         return pinned.ticket
 
+    async def fetch_leading(
+        self, ticket: Ticket, positions: Sequence[int], local: Sequence[int], layers: int
+    ) -> LeadingLayers:
+        """Copy the leading layers of blocks; ``fetch`` copies the others, and finds out whose the blocks are by then.
+
+        None are where the owner would push, where ranks share blocks, or if it has failed.
+
+        Raises:
+            TransferError: it has failed, and may still write.
+        """
+        transport, pool = self._transport, ticket.endpoint.pools.get(ticket.pool)
+        if (
+            transport is None
+            or pool is None
+            or not 0 < layers < pool.layers
+            or transport.endpoint.ranks
+            or ticket.endpoint.ranks
+            or path_between(transport.endpoint, ticket.endpoint) != "read"
+        ):
+            return NO_LAYERS
+        try:
+            self._check(ticket, positions, {})
+            read = _read_blocks(transport, ticket, positions, local, (0, layers), self._timeout_s, check=False)
+            moved = await asyncio.wrap_future(read)
+        except TransferError as error:
+            if error.settled.done():
+                log.warning("transfer_failed", ticket=ticket.id, cause=error.cause, error=error.message)
+                return NO_LAYERS
+            self._failed(ticket, len(local), error)
+            raise
+        return LeadingLayers(layers, moved.bytes, moved.seconds)
+
     async def fetch(
         self,
         ticket: Ticket,
@@ -137,6 +180,7 @@ class BlockReader:
         fills: Sequence[RowToFill] = (),
         timeout_s: float | None = None,
         computing_s: float = 0.0,
+        leading: LeadingLayers = NO_LAYERS,
     ) -> TransferResult:
         """Copy the blocks at ``positions`` of the ticket into the blocks ``local``.
 
@@ -144,6 +188,7 @@ class BlockReader:
             fills: what is copied of sliding-window layers.
             timeout_s: within this many seconds, if they are less than for handoffs.
             computing_s: what computing them takes, for the ledger; 0: unknown.
+            leading: their layers that ``fetch_leading`` has copied.
 
         Raises:
             TransferError: they were not copied; ``settled`` is done when ``local`` may be used for anything else.
@@ -154,29 +199,19 @@ class BlockReader:
         pool, count = ticket.endpoint.pools.get(ticket.pool), len(ticket.blocks) // 4
         rows = {fill.row: fill.position - count + len(ticket.windows) // 4 for fill in fills}  # and which in the ticket
         try:
-            if self._bus.clock.now_ns() > ticket.lease_ns:
-                raise TransferError("stale", "the lease had expired before the blocks could be read")
+            self._check(ticket, positions, rows)
             if transport is None:
                 raise TransferError("unavailable", "this worker has no transfer backend")
-            if max(positions, default=-1) >= count or min(rows.values(), default=0) < 0:
-                raise TransferError(
-                    "refused",
-                    f"the ticket has {count} blocks, the last {len(ticket.windows) // 4} with sliding windows: too few",
-                )
             if pool is not None and not pool.block_bytes:  # all layers have sliding windows
                 positions = local = ()
             if path_between(transport.endpoint, ticket.endpoint) == "read":
-                moved, seconds = await self._read(transport, ticket, positions, local, rows, within_s)
+                moved, seconds = await self._read(transport, ticket, positions, local, rows, within_s, leading.layers)
             else:
                 moved, seconds = await self._request_push(transport, ticket, positions, local, rows, within_s)
         except TransferError as error:
-            self._ledger.record(
-                ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
-            )
-            log.warning("transfer_failed", ticket=ticket.id, cause=error.cause, error=error.message)
-            if not error.settled.done():
-                self._quarantined(ticket, len(local), error.settled)
+            self._failed(ticket, len(local), error)
             raise
+        moved, seconds = moved + leading.bytes, seconds + leading.seconds
         share = f"{seconds / computing_s:.1%} of computing them" if computing_s else ""
         self._ledger.record(
             ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds, message=share
@@ -187,6 +222,26 @@ class BlockReader:
         """The engine has fetched the KV of a ticket without blocks."""
         self._ledger.record(ticket, "read", self._worker, seconds=seconds)
 
+    def _check(self, ticket: Ticket, positions: Sequence[int], rows: Mapping[int, int]) -> None:
+        """
+        Raises:
+            TransferError: the ticket has expired, or has no such blocks.
+        """
+        if self._bus.clock.now_ns() > ticket.lease_ns:
+            raise TransferError("stale", "the lease had expired before the blocks could be read")
+        count = len(ticket.blocks) // 4
+        if max(positions, default=-1) >= count or min(rows.values(), default=0) < 0:
+            raise TransferError(
+                "refused",
+                f"the ticket has {count} blocks, the last {len(ticket.windows) // 4} with sliding windows: too few",
+            )
+
+    def _failed(self, ticket: Ticket, blocks: int, error: TransferError) -> None:
+        self._ledger.record(ticket, "failed", self._worker, blocks=blocks, cause=error.cause, message=error.message)
+        log.warning("transfer_failed", ticket=ticket.id, cause=error.cause, error=error.message)
+        if not error.settled.done():
+            self._quarantined(ticket, blocks, error.settled)
+
     async def _read(
         self,
         transport: Transport,
@@ -195,23 +250,23 @@ class BlockReader:
         local: Sequence[int],
         rows: Mapping[int, int],
         within_s: float,
+        leading: int,
     ) -> tuple[int, float]:
-        def read(
-            pool: str, ids: bytes, generations: bytes, take: Sequence[int], into: Sequence[int]
-        ) -> "concurrent.futures.Future[TransferResult]":
-            there, expected = wire.unpack_tokens(ids), wire.unpack_tokens(generations)
-            return transport.read(
-                ticket.endpoint,
-                pool,
-                [there[number] for number in take],
-                list(into),
-                generations=[expected[number] for number in take],
-                timeout=within_s,
-            )
-
-        reads = [read(ticket.pool, ticket.blocks, ticket.generations, positions, local)] if positions else []
+        """``leading``: layers of the blocks that have been read."""
+        layers = (leading, ticket.endpoint.pools[ticket.pool].layers) if leading else None
+        reads = [_read_blocks(transport, ticket, positions, local, layers, within_s)] if positions else []
         if rows:
-            reads.append(read(WINDOWS, ticket.windows, ticket.window_generations, list(rows.values()), list(rows)))
+            there, generations = wire.unpack_tokens(ticket.windows), wire.unpack_tokens(ticket.window_generations)
+            reads.append(
+                transport.read(
+                    ticket.endpoint,
+                    WINDOWS,
+                    [there[number] for number in rows.values()],
+                    list(rows),
+                    generations=[generations[number] for number in rows.values()],
+                    timeout=within_s,
+                )
+            )
         moved = await asyncio.wrap_future(joined(reads))
         return moved.bytes, moved.seconds
 
@@ -323,6 +378,29 @@ class BlockReader:
         self._tasks.spawn(work, name="reader", on_failure=_task_failed)
 
 
+def _read_blocks(
+    transport: Transport,
+    ticket: Ticket,
+    positions: Sequence[int],
+    local: Sequence[int],
+    layers: tuple[int, int] | None,
+    within_s: float,
+    *,
+    check: bool = True,
+) -> "concurrent.futures.Future[TransferResult]":
+    """Begin to read a ticket's blocks. ``check``: that they are its own at the end."""
+    there, generations = wire.unpack_tokens(ticket.blocks), wire.unpack_tokens(ticket.generations)
+    return transport.read(
+        ticket.endpoint,
+        ticket.pool,
+        [there[number] for number in positions],
+        list(local),
+        generations=[generations[number] for number in positions] if check else (),
+        layers=layers,
+        timeout=within_s,
+    )
+
+
 def _task_failed(error: BaseException) -> None:
     """A ticket that was not released expires with its lease; quarantine has ended by then."""
     log.warning("reader_task_failed", error=repr(error))
@@ -357,7 +435,7 @@ class PeerWatcher:
         self._moves_prefixes = moves_prefixes
         self._lost = lost
         self._agents: dict[str, Endpoint] = {}
-        self._reserving: set[str] = set()
+        self._reserving: dict[str, bool] = {}  # workers, and whether they read leading layers
         self._watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
         self._following = AsyncExitStack()
 
@@ -379,10 +457,19 @@ class PeerWatcher:
         """Whether a worker takes announcements of prompts."""
         return worker in self._reserving
 
+    def reads(self, worker: str, layers: int = 0) -> bool:
+        """Whether a worker reads the blocks of this one, which need not be pinned for that; and leading layers only."""
+        endpoint = self._agents.get(worker)
+        return (
+            endpoint is not None
+            and path_between(self._transport.endpoint, endpoint) == "read"
+            and (not layers or self._reserving.get(worker, False))
+        )
+
     def _joined(self, member: RegisteredWorker) -> None:
         registration = member.registration
         if registration.reserves:
-            self._reserving.add(registration.worker)
+            self._reserving[registration.worker] = registration.reads_layers
         endpoint = registration.transfer
         agent = self._agents.get(registration.worker)
         if endpoint is None or registration.worker == self._worker or registration.model != self._model:
@@ -407,7 +494,7 @@ class PeerWatcher:
 
     def _left(self, member: RegisteredWorker, reason: str) -> None:
         worker = member.registration.worker
-        self._reserving.discard(worker)
+        self._reserving.pop(worker, None)
         endpoint = self._agents.pop(worker, None)
         if endpoint is not None:
             self._transport.forget(endpoint.agent)

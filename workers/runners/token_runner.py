@@ -53,6 +53,7 @@ from penstock.workers.engines.engine_protocol import (
     Grammars,
     KvTransfer,
     MediaReservation,
+    PinnedPrompt,
     RequestError,
     VisionEngine,
     kv_transfer_of,
@@ -440,13 +441,23 @@ class TokenRunner:
         def prompts_end(sequences: list[Any]) -> None:
             self._loop.call_soon_threadsafe(self._on_prompts_end, sequences)
 
+        def prompts_written(prompts: list[PinnedPrompt], layers: int) -> None:
+            self._loop.call_soon_threadsafe(self._on_prompts_written, prompts, layers)
+
         if engine.kv_transfer is not None:
             engine.kv_transfer.prompts_end = prompts_end
+            engine.kv_transfer.prompts_written = prompts_written
 
     def _on_prompts_end(self, sequences: list[Any]) -> None:
         for sequence in sequences:
             if sequence.owner is not None:
                 self.disaggregation.announce(sequence.owner)
+
+    def _on_prompts_written(self, prompts: list[PinnedPrompt], layers: int) -> None:
+        for prompt in prompts:
+            sequence: Any = prompt.key
+            if sequence.owner is not None:
+                self.disaggregation.written(sequence.owner, prompt, layers)
 
     # --- waiting for the weights (``RequestHolder``) ---
 
@@ -630,6 +641,7 @@ class TokenRunner:
             weights=fleet.FIXED if self._weights is None else self._weights.shown,
             moves_prefixes=self._moves_prefixes,
             reserves=self.disaggregation.reserves,
+            reads_layers=self.disaggregation.reserves,
             tier_costs=self._tier_costs,
         )
 
