@@ -25,7 +25,7 @@ from tests.gpu.times import DEVICE
 
 NEVER, LEAST = 1 << 60, 1024  # tokens from which on a chunk is computed by cuDNN
 LAYERS = 4
-SHORT = (16, 64, 128, 256, 512, 640)
+SHORT = (16, 64, 128, 256, 512, 640, 1024, 1536, 2000)
 # (start, tokens) of the chunks of a step
 CASES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((0, 512),) * 16, ((0, 1024),) * 8, ((0, 2048),), ((0, 2048),) * 4, ((0, 4000),) * 2, ((0, 8192),),

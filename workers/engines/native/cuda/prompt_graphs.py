@@ -13,11 +13,14 @@ from torch import Tensor
 from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
 
-ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640)  # that graphs are captured for
+# Rows that graphs are captured for. Beyond, computing an 8B model takes longer than launching, which takes the host 30
+# to 50 ms beside the threads of a worker (H200, 16 cores). Products compute 128 rows at a time.
+ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, *range(768, 2561, 128))
 DECODES = 64  # leading rows that can be decoded
 SPLITS = 4  # of the keys of a decoded row
 CAPTURE = "thread_local"  # other threads, as NCCL's, may use the device meanwhile
-PROMPTS = 8  # tiles in addition to those that the rows fill
+PROMPTS = 8  # tiles in addition to those that the rows fill,
+PROMPT_ROWS = 64  # or one for each so many rows
 
 
 class GraphInputs(NamedTuple):
@@ -62,7 +65,7 @@ class PromptGraphs:
         self._starts, self.size = starts[:-1], starts[-1] - offset
 
     def _tiles(self, rows: int) -> int:
-        return -(-rows // self._tile_rows) + PROMPTS
+        return -(-rows // self._tile_rows) + max(PROMPTS, rows // PROMPT_ROWS)
 
     def capture(
         self, forward: Callable[[GraphInputs], Tensor], pool: Any, variants: Iterable[tuple[int, bool]]

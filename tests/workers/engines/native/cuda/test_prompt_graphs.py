@@ -54,6 +54,13 @@ def test_a_step_with_more_than_a_graph_has_room_for_is_computed_without_one(grap
     assert not graphs.fit(image)
 
 
+def test_steps_of_a_few_hundred_tokens_each_fit_a_graph_until_computing_takes_longer_than_launching() -> None:
+    made = PromptGraphs(Upload(1 << 16, CPU), OFFSET, TILE, 8192, 256)
+    captured: Any = None
+    made.graphs = dict.fromkeys(made.sizes, captured)
+    assert [made.fit(step(0, *[258] * 8)), made.fit(step(50, *[140] * 15)), made.fit(step(0, 2561))] == [2176, 2176, 0]
+
+
 def test_a_model_that_was_not_captured_has_no_graph(graphs: PromptGraphs) -> None:
     graphs.clear()
     assert not graphs.fit(step(0, 40))
