@@ -15,7 +15,7 @@ from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH
 from penstock.gateway.apis.messages.objects import MessageErrorBody, message_error
 from penstock.gateway.base.chat_objects import error_body, serving_error
 from penstock.gateway.base.event_stream import within_lines
-from penstock.gateway.base.request_bodies import CHAT, COMPLETION, MESSAGE, RESPONSE, decode_body, invalid
+from penstock.gateway.base.request_bodies import BOM, CHAT, COMPLETION, MESSAGE, RESPONSE, decode_body, invalid
 from penstock.schemas.batches import (
     BATCH,
     DAY_S,
@@ -84,7 +84,7 @@ def read_input(data: bytes, endpoint: str) -> list[Line] | list[LineError]:
     lines: list[Line] = []
     errors: list[LineError] = []
     seen: set[str] = set()
-    start, number = 0, 0
+    start, number = len(BOM) if data.startswith(BOM) else 0, 0
     while start < len(data) and len(errors) < MAX_ERRORS:
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end

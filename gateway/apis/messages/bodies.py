@@ -18,21 +18,24 @@ THREAD = "thread"
 _ALL = ("all", {"type": "all"})
 
 
-class ImageSource(Struct, frozen=True):
-    """``type``: "base64" (``data`` and ``media_type``) or "url"."""
+class BlockSource(Struct, frozen=True):
+    """``type``: of an image "base64" (``data`` and ``media_type``) or "url", of a document "text" or "content"."""
 
     type: str
     data: str | None = None
     media_type: str | None = None
     url: str | None = None
+    content: "str | list[ContentBlock] | None" = None
 
 
 class ContentBlock(Struct, frozen=True):
-    """``type``: "text", "image", "tool_use", "tool_result", "tool_reference", "thinking" or "redacted_thinking"."""
+    """``type``: "text", "image", "document", "tool_use", "tool_result", "tool_reference", "thinking" or
+    "redacted_thinking"."""
 
     type: str
     text: str | None = None
-    source: ImageSource | None = None
+    source: BlockSource | None = None
+    title: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None

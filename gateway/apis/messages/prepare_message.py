@@ -32,9 +32,9 @@ from penstock.gateway.apis.chat.prepare_chat import (
     prepare_translated,
 )
 from penstock.gateway.apis.messages.bodies import (
+    BlockSource,
     ContentBlock,
     CountTokensRequest,
-    ImageSource,
     InputMessage,
     MessagesRequest,
     MessageTool,
@@ -172,10 +172,24 @@ def _part(block: ContentBlock, at: str) -> ContentPart:
         if block.source is None:
             raise invalid(f"{at}.source", f"{at}.source is missing")
         return ContentPart("image_url", image_url=_url(block.source, f"{at}.source"))
-    raise _unsupported(block.type, at, "'text', 'image' or 'tool_result'")
+    if block.type == "document":
+        return ContentPart("text", "\n".join(filter(None, (block.title, _document(block.source, f"{at}.source")))))
+    raise _unsupported(block.type, at, "'text', 'image', 'document' or 'tool_result'")
 
 
-def _url(source: ImageSource, at: str) -> str:
+def _document(source: BlockSource | None, at: str) -> str:
+    if source is None:
+        raise invalid(at, f"{at} is missing")
+    if source.type == "text":
+        return needed(source.data, f"{at}.data")
+    if source.type != "content":
+        given = f"{at}.type {source.type[:40]!r} is not supported for documents"
+        raise unsupported(f"{at}.type", f"{given}; send their text, with 'text' or 'content'")
+    content = source.content or ""
+    return content if isinstance(content, str) else _texts(content, f"{at}.content")
+
+
+def _url(source: BlockSource, at: str) -> str:
     if source.type == "url":
         return needed(source.url, f"{at}.url")
     if source.type == "base64":

@@ -16,9 +16,19 @@ from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, Logprobs, Sam
 from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, invalid, unsupported
 
 MAX_TOOLS = 512  # including those in namespaces
-FUNCTION, NAMESPACE = "function", "namespace"
+FUNCTION, NAMESPACE, CUSTOM = "function", "namespace", "custom"
 # Agents offer these with every request. Next to functions they are left out, and a header names them.
-LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+LEFT_OUT = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    "image_generation",
+)
+_INPUT = "input"  # the one parameter of the function that stands for a custom tool, whose calls have free text
+_TAKES_TEXT = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string", "description": "the whole input of the tool, as plain text"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
 
 
 class FunctionTool(NamedTuple):
@@ -36,6 +46,7 @@ class ToolNames:
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self._own: dict[str, tuple[str, str]] = {}
         self._shown: dict[tuple[str, str], str] = {}
+        self._custom = {str(tool.get("name")) for tool in tools if tool.get("type") == CUSTOM}
         found = [(each.namespace, each.name) for each in _functions(tools)]
         count = Counter(name for _, name in set(found))
         taken = {name for namespace, name in found if not namespace or count[name] == 1}
@@ -52,6 +63,11 @@ class ToolNames:
     def shown(self, namespace: str | None, name: str) -> str:
         """The name that the model knows. A function that is no longer offered keeps its own."""
         return self._shown.get((namespace or "", name), name)
+
+    def takes_text(self, shown: str) -> bool:
+        """The model called a custom tool."""
+        namespace, name = self.own(shown)
+        return not namespace and name in self._custom
 
     def own(self, shown: str) -> tuple[str, str]:
         """Namespace (empty if there is none) and name of the function that the model called."""
@@ -90,8 +106,34 @@ def _functions(tools: Iterable[dict[str, Any]], place: str = "tools", namespace:
         at = f"{place}[{number}]"
         if tool.get("type") == FUNCTION:
             yield FunctionTool(at, namespace, str(tool.get("name")), tool)
+        elif tool.get("type") == CUSTOM and not namespace:
+            yield FunctionTool(at, "", str(tool.get("name")), _custom(tool))
         elif tool.get("type") == NAMESPACE and not namespace:
             yield from _functions(_inner(tool), f"{at}.tools", str(tool.get("name")))
+
+
+def _custom(tool: dict[str, Any]) -> dict[str, Any]:
+    """A custom tool as a function. What its format asks is told to the model, and not enforced."""
+    given = tool.get("format")
+    form: dict[str, Any] = given if isinstance(given, dict) else {}
+    asked = f"The input must match this grammar ({form.get('syntax')}):\n{form.get('definition')}"
+    told = "\n\n".join(str(text) for text in (tool.get("description"), asked if "definition" in form else "") if text)
+    return {"name": tool.get("name"), "description": told or None, "parameters": _TAKES_TEXT}
+
+
+def custom_arguments(text: str) -> str:
+    """What a custom tool got, as the arguments of the function that stands for it."""
+    return msgspec.json.encode({_INPUT: text}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """The reverse; arguments that were cut off, or are others, as they stand."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = value.get(_INPUT) if isinstance(value, dict) else value
+    return text if isinstance(text, str) else arguments
 
 
 def _inner(tool: dict[str, Any]) -> list[dict[str, Any]]:
@@ -100,13 +142,14 @@ def _inner(tool: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check(tools: Sequence[dict[str, Any]]) -> None:
-    functions = any(tool.get("type") in (FUNCTION, NAMESPACE) for tool in tools)
+    functions = any(tool.get("type") in (FUNCTION, NAMESPACE, CUSTOM) for tool in tools)
     for number, tool in enumerate(tools):
         at, kind = f"tools[{number}]", tool.get("type")
         if kind == NAMESPACE:
             _check_namespace(tool, at)
-        elif kind != FUNCTION and not (kind in LEFT_OUT and functions):
-            raise unsupported(f"{at}.type", f"{at}: tools of type {str(kind)[:40]!r} are not supported; use 'function'")
+        elif kind not in (FUNCTION, CUSTOM) and not (kind in LEFT_OUT and functions):
+            known = "use 'function' or 'custom'"
+            raise unsupported(f"{at}.type", f"{at}: tools of type {str(kind)[:40]!r} are not supported; {known}")
 
 
 def _check_namespace(tool: dict[str, Any], at: str) -> None:
@@ -154,7 +197,10 @@ class InputPart(Struct, frozen=True, omit_defaults=True):
 
 
 class InputItem(Struct, frozen=True, omit_defaults=True):
-    """``type``: "message" (the default), "function_call", "function_call_output", "reasoning" or "compaction"."""
+    """``type``: "message" (the default), "function_call", "function_call_output", "reasoning" or "compaction".
+
+    "custom_tool_call" and "custom_tool_call_output": of a tool that takes text, which is ``input``.
+    """
 
     type: str | None = None
     id: str | None = None
@@ -169,6 +215,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     status: str | None = None
     phase: str | None = None
     namespace: str | None = None
+    input: str | None = None
 
 
 class TextFormat(Struct, frozen=True, omit_defaults=True):

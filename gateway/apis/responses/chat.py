@@ -21,7 +21,16 @@ from penstock.gateway.apis.chat.bodies import (
     TranslatedChat,
     shared_options,
 )
-from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, ToolNames, chat_tools
+from penstock.gateway.apis.responses.bodies import (
+    CUSTOM,
+    FUNCTION,
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+    ToolNames,
+    chat_tools,
+    custom_arguments,
+)
 from penstock.gateway.base.request_bodies import invalid, needed, unsupported
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -101,12 +110,13 @@ class ResponsesConversation:
         match item.type or "message":
             case "message":
                 self._message(item, at)
-            case "function_call":
+            case "function_call" | "custom_tool_call" as kind:
                 name = self._names.shown(item.namespace, needed(item.name, f"{at}.name"))
-                call = ToolCall(FunctionCall(name, item.arguments), id=needed(item.call_id, f"{at}.call_id"))
+                arguments = item.arguments if kind == "function_call" else custom_arguments(item.input or "")
+                call = ToolCall(FunctionCall(name, arguments), id=needed(item.call_id, f"{at}.call_id"))
                 self._calls.add(call.id or "")
                 self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 content = _content(item.output, f"{at}.output")
                 call_id = needed(item.call_id, f"{at}.call_id")
                 if call_id not in self._calls:
@@ -275,7 +285,7 @@ def _add(talk: ResponsesConversation, given: str | Sequence[InputItem], place: s
 
 def _tool_choice(given: str | dict[str, Any] | None, names: ToolNames) -> str | dict[str, Any] | None:
     """As chat completions have it, whose own limits apply to it."""
-    if isinstance(given, dict) and given.get("type") == "function":
+    if isinstance(given, dict) and given.get("type") in (FUNCTION, CUSTOM):
         name, namespace = given.get("name"), given.get("namespace")
         if isinstance(name, str) and isinstance(namespace, str):
             name = names.shown(namespace, name)

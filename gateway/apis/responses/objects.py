@@ -45,6 +45,16 @@ class FunctionCallItem(Struct, frozen=True, tag_field="type", tag="function_call
     namespace: str | UnsetType = UNSET
 
 
+class CustomToolCallItem(Struct, frozen=True, tag_field="type", tag="custom_tool_call"):
+    """``input``: the text that the model wrote for a custom tool."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
 class CompactionItem(Struct, frozen=True, tag_field="type", tag="compaction"):
     """``encrypted_content``: a summary, encoded but not encrypted."""
 
@@ -52,7 +62,7 @@ class CompactionItem(Struct, frozen=True, tag_field="type", tag="compaction"):
     encrypted_content: str
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -135,6 +145,7 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET
     code: str | UnsetType | None = UNSET

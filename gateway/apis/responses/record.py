@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
-from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest, ToolNames
+from penstock.gateway.apis.responses.bodies import (
+    CUSTOM,
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+    ToolNames,
+    custom_input,
+)
 from penstock.gateway.apis.responses.chat import Turn
 from penstock.gateway.base.request_bodies import decode_body, invalid
 from penstock.infra.text.detokenizer import Detokenizer
@@ -20,7 +27,7 @@ PREFIX = "resp_"
 MAX_BYTES = 4 << 20  # half of what a message carries; the rest is for the tokens
 MAX_TURNS = 256  # responses that one continues, directly or through others
 
-_ITEM_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_ITEM_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc", CUSTOM: "ctc"}
 
 
 class StoredBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,6 +112,17 @@ def output_items(request_id: str, answer: SegmentedAnswer, names: ToolNames) -> 
             case "reasoning":
                 part = InputPart("reasoning_text", text=segment.content)
                 items.append(InputItem("reasoning", name, content=[part], summary=[], status=status))
+            case "call" if names.takes_text(segment.name):
+                items.append(
+                    InputItem(
+                        "custom_tool_call",
+                        item_id(request_id, CUSTOM, segment.index),
+                        call_id=segment.call_id,
+                        name=names.own(segment.name)[1],
+                        input=custom_input(segment.content),
+                        status=status,
+                    )
+                )
             case "call":
                 namespace, called = names.own(segment.name)
                 items.append(
@@ -138,7 +156,14 @@ def input_items(response_id: str, given: str | Sequence[InputItem]) -> list[Inpu
     ]
 
 
-_INPUT_PREFIX = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "compaction": "cmp"}
+_INPUT_PREFIX = {
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
 
 
 def _listed(item: InputItem) -> str | list[InputPart] | None:

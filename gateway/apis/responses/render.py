@@ -14,8 +14,9 @@ from msgspec import UNSET
 from penstock.gateway.apis.chat.logprobs import LogprobFormatter
 from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
 from penstock.gateway.apis.chat.stream_renderer import Scored
-from penstock.gateway.apis.responses.bodies import ResponsesRequest, ToolNames
+from penstock.gateway.apis.responses.bodies import CUSTOM, ResponsesRequest, ToolNames, custom_input
 from penstock.gateway.apis.responses.objects import (
+    CustomToolCallItem,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -105,11 +106,19 @@ class ResponseBuilder:
         )
 
     def item_id(self, segment: Segment) -> str:
-        return item_id(self._request.id, segment.kind, segment.index)
+        kind = CUSTOM if self.takes_text(segment) else segment.kind
+        return item_id(self._request.id, kind, segment.index)
+
+    def takes_text(self, segment: Segment) -> bool:
+        """A call of a custom tool."""
+        return segment.kind == "call" and self._names.takes_text(segment.name)
 
     def item(self, segment: Segment, status: ItemStatus, *, empty: bool = False) -> OutputItem:
         """A segment as an output item. ``empty``: as it is announced, before its content."""
         name = self.item_id(segment)
+        if self.takes_text(segment):
+            given = "" if empty else custom_input(segment.content)
+            return CustomToolCallItem(name, status, segment.call_id, self.call_name(segment), given)
         if segment.kind == "call":
             namespace, called = self._names.own(segment.name)
             arguments = "" if empty else segment.content
@@ -209,7 +218,7 @@ class ResponseEvents:
                 self._of(writer, "response.output_text.delta", segment, delta=change.text, logprobs=logprobs)
             case "reasoning":
                 self._of(writer, "response.reasoning_text.delta", segment, delta=change.text)
-            case "call":
+            case "call" if not self._builder.takes_text(segment):  # whose text is known when its JSON is complete
                 self._of(writer, "response.function_call_arguments.delta", segment, delta=change.text)
 
     def _end(self, writer: EventWriter, segment: Segment, status: ItemStatus) -> None:
@@ -222,6 +231,10 @@ class ResponseEvents:
             case "reasoning":
                 self._of(writer, "response.reasoning_text.done", segment, text=content)
                 self._of(writer, "response.content_part.done", segment, part=ReasoningText(content))
+            case "call" if self._builder.takes_text(segment):
+                given = custom_input(content)
+                self._of(writer, "response.custom_tool_call_input.delta", segment, delta=given)
+                self._of(writer, "response.custom_tool_call_input.done", segment, input=given)
             case "call":
                 self._of(
                     writer,

@@ -45,9 +45,10 @@ def lines_of(data: bytes) -> list[Line]:
     return lines
 
 
-def test_each_line_has_its_body_whatever_ends_it() -> None:
+@pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf"])
+def test_each_line_has_its_body_whatever_ends_it_and_a_mark_of_utf_8_may_stand_before_all(before: bytes) -> None:
     bodies = [{"model": "tiny", "n": number, "text": "ä\n"} for number in range(4)]
-    data = b"\r\n".join(line(f"line {number}", body=body) for number, body in enumerate(bodies)) + b"\n\n  \n"
+    data = before + b"\r\n".join(line(f"line {number}", body=body) for number, body in enumerate(bodies)) + b"\n\n  \n"
     lines = lines_of(data)
     assert [each.custom_id for each in lines] == ["line 0", "line 1", "line 2", "line 3"]
     assert [json.loads(body_of(data, each)) for each in lines] == bodies

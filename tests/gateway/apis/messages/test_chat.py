@@ -111,6 +111,23 @@ def test_the_line_with_which_claude_code_marks_each_request_is_not_in_the_prompt
     assert chat(system=quoted).messages[0].content == quoted
 
 
+def test_a_document_is_its_title_and_text() -> None:
+    sources: list[dict[str, Any]] = [
+        {"type": "text", "media_type": "text/plain", "data": "a\nb"},
+        {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"type": "content", "content": "a\nb"},
+    ]
+    for source in sources:
+        block = {"type": "document", "title": "T", "source": source, "citations": {"enabled": True}}
+        for given in (block, {"type": "tool_result", "tool_use_id": "t", "content": [block]}):
+            [message] = chat(messages=[{"role": "user", "content": [given]}]).messages
+            assert [part.text for part in message.content or ()] == ["T\na\nb"]  # type: ignore[union-attr]
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+    with pytest.raises(ServingError, match="send their text") as refused:
+        chat(messages=[{"role": "user", "content": [pdf]}])
+    assert refused.value.param == "messages[0].content[0].source.type"
+
+
 def test_a_format_becomes_a_constraint() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     constraint = prepared(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
@@ -143,7 +160,7 @@ def test_the_count_is_the_prompts() -> None:
         ({"messages": []}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "container_upload"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
         ({"system": "s", "messages": [HI, {"role": "user", "content": [
             {"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "https://a/b"}}]}]},

@@ -56,6 +56,23 @@ def test_a_call_of_a_namespace_is_continued_with_other_tools_by_its_own_name() -
         assert [call.function.name for call in calls] == [shown]
 
 
+def test_a_call_of_a_custom_tool_is_continued_with_its_output() -> None:
+    body = msgspec.structs.replace(BODY, tools=[{"type": "custom", "name": "apply_patch"}])
+    said = '<tool_call>{"name": "apply_patch", "arguments": {"input": "+ \\"a\\""}}</tool_call>'
+    turn = turn_of(request("response", encode_stored(body)), ended(said), DETOKENIZER)
+    [call] = turn.output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", '+ "a"')
+    result = InputItem("custom_tool_call_output", call_id=call.call_id, output="done")
+    continued = chat_of(msgspec.structs.replace(body, input=[result]), [turn]).body.messages
+    sent = chat_of(
+        msgspec.structs.replace(body, input=[InputItem(role="user", content="hi"), call, result])
+    ).body.messages
+    assert continued == sent
+    assert [each.function.arguments for each in sent[1].tool_calls or ()] == ['{"input":"+ \\"a\\""}']
+    assert (sent[2].role, sent[2].content, sent[2].tool_call_id) == ("tool", "done", call.call_id)
+    assert [item.id for item in input_items("resp_x", [result])] == ["ctco_x_in0"]
+
+
 def test_a_call_that_was_cut_off_is_continued_with_its_output() -> None:
     turn = turn_of(request("response", encode_stored(BODY)), ended(f"Look:{CALL[:-25]}", "length"), DETOKENIZER)
     assert [(item.type, item.status) for item in turn.output] == [

@@ -111,6 +111,32 @@ def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
     assert "namespace" not in whole(asked(), items(CALL))["output"][0]
 
 
+PATCH = '*** Begin Patch\n+ "a\u2028b"\n*** End Patch'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [({"input": PATCH}, PATCH), ({"patch": "x"}, '{"patch": "x"}'), (PATCH, PATCH)]
+)
+def test_a_call_of_a_custom_tool_has_its_text(arguments: Any, text: str) -> None:
+    made = asked(tools=[{"type": "custom", "name": "apply_patch"}, *TOOLS])
+    said = json.dumps({"name": "apply_patch", "arguments": arguments})
+    given = items(f"<tool_call>{said}</tool_call>{CALL}", STOP)
+    events, body = streamed(made, given), whole(made, given)
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    Response.model_validate(body, strict=True)
+    call, other = body["output"]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "apply_patch", text)
+    assert other["type"] == "function_call"
+    assert events[-1]["response"] == body
+    told = {event["type"]: event for event in events if event.get("output_index") == 0}
+    added, finished = told["response.output_item.added"]["item"], told["response.output_item.done"]["item"]
+    assert (added, finished) == ({**call, "status": "in_progress", "input": ""}, call)
+    assert told["response.custom_tool_call_input.delta"]["delta"] == text
+    assert told["response.custom_tool_call_input.done"]["input"] == text
+    assert not any("function_call_arguments" in kind for kind in told)
+
+
 def test_what_was_cut_off_is_incomplete() -> None:
     body = whole(asked(), items("<think>Hm.</think>Look", LENGTH))
     assert body["status"] == "incomplete"

@@ -63,6 +63,24 @@ def test_a_search_of_the_web_is_left_out_beside_functions_and_refused_alone() ->
         chat_tools([search], ToolNames([search]))
 
 
+def test_a_custom_tool_is_a_function_of_one_text_and_its_grammar_is_told() -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    patch = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": form}
+    plain = {"type": "custom", "name": "exec", "format": {"type": "text"}}
+    tools = [{"type": "image_generation"}, patch, plain, function("run")]
+    names = ToolNames(tools)
+    made, places = chat_tools(tools, names)
+    first, second, _ = (tool["function"] for tool in made)
+    assert first["name"] == "apply_patch"
+    assert first["description"].startswith("Edits files.\n\n")
+    assert first["description"].endswith('start: "a"')
+    assert first["parameters"]["required"] == ["input"]
+    assert list(second) == ["name", "parameters"]
+    assert places["tools[0].function"] == "tools[1]"
+    assert [names.takes_text(name) for name in ("apply_patch", "exec", "run", "other")] == [True, True, False, False]
+    assert left_out(tools) == ["tools[0]"]
+
+
 @pytest.mark.parametrize(
     ("tool", "place"),
     [
