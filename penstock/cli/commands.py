@@ -17,6 +17,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
+from penstock.infra.process.gc_policy import loading
+
 ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
 SOURCE_TREE_ONLY = "tests"  # tools of who develops Penstock, which are not installed
 START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
@@ -362,7 +364,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    # What a start loads stays. Collections would be an eighth of the start's CPU time, with torch a fifth.
     gc.set_threshold(START_OBJECTS)
     atexit.register(gc.freeze)  # the last collection would visit all that is loaded: a tenth of a short command's time
     if isinstance(sys.stdout, TextIOWrapper):
@@ -497,7 +498,8 @@ def load(path: str) -> Any:
     """What ``module:name`` names."""
     module, _, name = path.partition(":")
     try:
-        return getattr(import_module(module), name)
+        with loading(module):
+            return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == SOURCE_TREE_ONLY:
             sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")

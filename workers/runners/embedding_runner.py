@@ -24,6 +24,7 @@ import structlog
 from penstock.configs.settings import WorkerSettings, served_names
 from penstock.infra.bus.tasks import end
 from penstock.infra.model import modeldir, servable
+from penstock.infra.process.gc_policy import loading
 from penstock.schemas import done, fleet, jobs, requests
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Embedding
@@ -478,7 +479,8 @@ def build_engine(settings: WorkerSettings) -> EmbeddingEngine:
         if reason := servable.problem(path, "native"):  # before what takes seconds to import
             raise modeldir.ModelError(reason)
         wait_passively()
-        from penstock.workers.engines.embed import native
+        with loading("penstock.workers.engines.embed.native"):
+            from penstock.workers.engines.embed import native
 
         engine = native.from_settings(settings, path)
     elif settings.engine == "mock":

@@ -21,6 +21,7 @@ from penstock.configs.settings import WorkerSettings, served_names
 from penstock.infra.bus.memory_storage import put_file
 from penstock.infra.bus.object_store import put
 from penstock.infra.bus.tasks import end
+from penstock.infra.process.gc_policy import loading
 from penstock.schemas import done, fleet, jobs, requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Diffusion
@@ -301,7 +302,8 @@ def build_engine(settings: WorkerSettings) -> DiffusionEngine:
     """
     engine: DiffusionEngine
     if settings.engine == "native":
-        from penstock.workers.engines.diffusion import diffusers_engine
+        with loading("penstock.workers.engines.diffusion.diffusers_engine"):
+            from penstock.workers.engines.diffusion import diffusers_engine
 
         engine = diffusers_engine.from_settings(settings, diffusers_engine.resolve(settings.model))
     elif settings.engine == "trtllm":

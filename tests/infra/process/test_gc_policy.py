@@ -1,5 +1,7 @@
 """Memory of processes that serve. What garbage collections cost is in ``tests/router/state/test_event_loop.py``."""
 
+import contextlib
+import gc
 import mmap
 import os
 import subprocess
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.process.gc_policy import HUGE_PAGE, loaded, use_huge_pages
+from penstock.infra.process.gc_policy import HUGE_PAGE, loaded, loading, use_huge_pages
 
 SMAPS = """\
 55d0c0000000-55d0c0800000 rw-p 00000000 00:00 0                          [heap]
@@ -69,3 +71,16 @@ def test_a_process_that_is_ready_to_serve_has_huge_pages() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=50)
     assert int(shown.stdout) << 10 >= HUGE_PAGE
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_no_collection_visits_what_is_imported_unless_it_is_there_already(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    with contextlib.suppress(ImportError), loading("os" if there else "not.there.yet"):
+        assert gc.isenabled() == there
+        raise ImportError
+    assert gc.isenabled()
+    assert frozen == [True] * (not there)

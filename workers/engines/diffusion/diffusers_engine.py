@@ -17,6 +17,7 @@ import torch
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.modeldir import ModelError
+from penstock.infra.process.gc_policy import loading
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion
@@ -290,7 +291,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> DiffusersEngine:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     name = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
-    kind = pipeline_class(pipeline_name(path))
+    with loading("diffusers"):
+        kind = pipeline_class(pipeline_name(path))
     _disable_progress_bars()
     try:
         pipeline = kind.from_pretrained(path, dtype=getattr(torch, name), local_files_only=True)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.process.gc_policy import loading
 from penstock.workers.engines.budgets import wait_passively
 from penstock.workers.engines.constraints.compiler import compiler
 from penstock.workers.engines.core.embeddings import EncodeEngine
@@ -28,7 +29,8 @@ def from_settings(
     wait_passively()
     # Before what takes seconds to import, so that a wrong flag is known at once.
     edits = registry_from_settings(settings, path)
-    from penstock.workers.engines.native.build import build
+    with loading("penstock.workers.engines.native.build"):
+        from penstock.workers.engines.native.build import build
 
     return build(str(path), _options(settings), processors=edits, grammars=compiler(path), lost=lost)
 
@@ -36,7 +38,8 @@ def from_settings(
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     """The engine of an encode worker; raises as ``build_encoder`` does."""
     wait_passively()
-    from penstock.workers.engines.native.build import build_encoder
+    with loading("penstock.workers.engines.native.build"):
+        from penstock.workers.engines.native.build import build_encoder
 
     return build_encoder(str(path), _options(settings))
 
