@@ -391,20 +391,24 @@ def _run(args: list[str]) -> int:
         return run() or 0
     from penstock.configs.flags import parse
 
-    for variable, near in unknown_variables(os.environ).items():
+    kind = _settings_of(command)
+    for variable, near in unknown_variables(os.environ, kind).items():
         hint = f": did you mean {near}?" if near else ""
         print(f"penstock {name}: warning: {variable} is not a setting, and is ignored{hint}", file=sys.stderr)
-    kind = _settings_of(command)
     return run(parse(kind, arguments, prog=f"penstock {name}", about=command.about)) or 0
 
 
-def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that no command takes as a setting: the most similar one, or ""."""
+def unknown_variables(environ: Mapping[str, str], kind: Any) -> dict[str, str]:
+    """Variables that no command takes as a setting: the most similar one, or "".
+
+    Args:
+        kind: settings of the command at hand, which mostly know all of them.
+    """
     from penstock.configs import flags
 
-    if not any(name.startswith(flags.PREFIX) for name in environ):
+    known = {flag.field for flag in flags.flags_of(kind)}
+    if not flags.unknown_variables(environ, known):
         return {}
-    known: set[str] = set()
     for command in COMMANDS.values():
         if command.settings not in (ARGV, NOTHING) and ("configs" in command.settings or ":" not in command.settings):
             known |= {flag.field for flag in flags.flags_of(_settings_of(command))}

@@ -934,7 +934,7 @@ class Deployment:
 
 def _known(environ: Mapping[str, str]) -> dict[str, str]:
     """Without misspelt settings: ``penstock up`` has warned of them, and its processes need not do so again."""
-    unknown = unknown_variables(environ)
+    unknown = unknown_variables(environ, UpSettings)
     return {name: value for name, value in environ.items() if name not in unknown}
 
 

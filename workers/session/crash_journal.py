@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import msgspec
 import structlog
@@ -20,7 +20,9 @@ import structlog
 from penstock.configs.settings import WorkerSettings
 from penstock.schemas import done, wire
 from penstock.schemas.subjects import HEADER_GONE, Subjects
-from penstock.workers.session.requests import RunningRequest
+
+if TYPE_CHECKING:  # `penstock up` reads journals, and needs nothing of what a request runs with
+    from penstock.workers.session.requests import RunningRequest
 
 log = structlog.get_logger("worker")
 
@@ -235,7 +237,7 @@ class CrashJournal:
             self.last = None
             self.compact()
 
-    def began(self, running: RunningRequest, worker: str) -> None:
+    def began(self, running: "RunningRequest", worker: str) -> None:
         request = running.request
         ran = Ran(request.id, running.attempt, request.model, worker, running.alone)
         self._running[request.id] = ran
