@@ -37,19 +37,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Folders whose modules share deployments.
 TOGETHER = ("tests/pipeline/shared/", "tests/pipeline/fleet/", "tests/pipeline/demo/", "tests/pipeline/pairs/")
-# Files that take long and folders that have some, in the order in which they are run; all others follow.
+# Half of their time is waiting, for processes and leases.
+WAITING = ("tests/pipeline/", "tests/chaos/", "tests/infra/nats_server/", "tests/workers/kv_transfer/")
+# Of both kinds, those that take long, in the order in which they are run; all others follow.
 LONGEST = (
     *TOGETHER,
+    "tests/chaos/",
     "tests/workers/engines/test_contract.py",
     "tests/infra/nats_server/test_several_machines.py",
+    "tests/infra/nats_server/test_disk.py",
     "tests/pipeline/",
-    "tests/chaos/",
     "tests/workers/kv_transfer/",
     "tests/workers/",
     "tests/router/",
     "tests/infra/",
     "tests/penstock/",
 )
+TAIL = 0.1  # of the files that compute: behind the last that waits
 
 # Every client of httpx reads certifi's certificates, which takes 20 CPU-ms; here one context serves all of them.
 CERTIFI = {"cafile": certifi.where()}
@@ -88,13 +92,22 @@ def pytest_collection(session: pytest.Session) -> None:
     gc.disable()
 
 
+def unit_of(nodeid: str) -> str:
+    """What one process runs: a folder of ``TOGETHER``, or a file."""
+    return next((each for each in TOGETHER if nodeid.startswith(each)), nodeid.partition("::")[0])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: short ones at the end keep all cores busy until then."""
-
-    def place(item: pytest.Item) -> int:
-        return next((at for at, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
-
-    items.sort(key=place)
+    """Files that wait among files that compute, the longest of both first: all cores are busy until the end."""
+    units = sorted(
+        dict.fromkeys(unit_of(item.nodeid) for item in items),
+        key=lambda unit: next((at for at, start in enumerate(LONGEST) if unit.startswith(start)), len(LONGEST)),
+    )
+    waiting = [unit for unit in units if unit.startswith(WAITING)]
+    computing = [unit for unit in units if not unit.startswith(WAITING)]
+    places = {unit: at / len(waiting) for at, unit in enumerate(waiting)}
+    places |= {unit: at / len(computing) / (1 - TAIL) for at, unit in enumerate(computing)}
+    items.sort(key=lambda item: places[unit_of(item.nodeid)])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -106,8 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = next((each for each in TOGETHER if nodeid.startswith(each)), "")
-            return folder or str(super()._split_scope(nodeid))
+            return unit_of(nodeid)
 
     return Scheduling(config, log)
 
