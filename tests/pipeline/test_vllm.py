@@ -308,7 +308,12 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
 
 
 @pytest.mark.parametrize(
-    "roles", [("aggregated",), ("prefill", "decode"), ("encode", "prefill", "decode")], ids="-".join
+    "roles",
+    [
+        pytest.param(("aggregated",), marks=pytest.mark.slow, id="aggregated"),
+        pytest.param(("prefill", "decode"), marks=pytest.mark.slow, id="prefill-decode"),
+        pytest.param(("encode", "prefill", "decode"), id="encode-prefill-decode"),
+    ],
 )
 async def test_images_are_seen_and_their_blocks_are_known_by_them(
     deployment: Deployment,

@@ -347,8 +347,9 @@ async def test_a_worker_over_two_ranks_answers_as_others_do_and_ends_with_one_of
     assert not chosen[-1].startswith("split")
 
 
+@pytest.mark.slow  # workers/engines/native/test_ranks has it with ranks as threads; here three processes load torch
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("widths", ["2-1", pytest.param("1-2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("widths", ["2-1", "1-2"])
 async def test_prefill_and_decode_workers_of_different_widths_hand_off(
     demo: Deployment, demo_bus: Bus, widths: str
 ) -> None:

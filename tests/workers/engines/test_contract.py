@@ -66,7 +66,11 @@ TENANT = b"another tenant's"
 Make = Callable[..., Driver]
 
 
-@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: subject.label)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=pytest.mark.slow if each.title else ()) for each in SUBJECTS],
+    ids=lambda subject: subject.label,
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     found: Subject = request.param
     before = torch.get_num_threads()
