@@ -206,7 +206,7 @@ class EngineLoras:
         self._release(identity)
 
     def hold(self, request: SequenceRequest) -> Any:
-        """The handle for a sequence, whose adapter stays until ``let_go``.
+        """The handle for a sequence, whose adapter stays until ``release``.
 
         Raises:
             RequestError: it was not added, or removed.
@@ -219,7 +219,7 @@ class EngineLoras:
             self._users[request.key] = request.adapter
             return lora.handle
 
-    def let_go(self, key: object) -> None:
+    def release(self, key: object) -> None:
         """A sequence has ended."""
         with self._lock:
             identity = self._users.pop(key, "")
@@ -308,7 +308,7 @@ class ExternalEngine(Generic[C]):
             sequence = self.adapter.accept(request, lora)
             self._constrained.add(request)
         except BaseException:
-            self._let_go(request.key)
+            self._release_lora(request.key)
             raise
         if not self.active:
             self._last_update = time.monotonic()
@@ -327,9 +327,9 @@ class ExternalEngine(Generic[C]):
             raise RequestError(Code.revision_unavailable, adapter_missing(request.adapter))
         return self.adapters.hold(request)
 
-    def _let_go(self, key: object) -> None:
+    def _release_lora(self, key: object) -> None:
         if self.adapters is not None:
-            self.adapters.let_go(key)
+            self.adapters.release(key)
 
     def cancel(self, key: object) -> bool:
         """Stop tracking a sequence at once and abort it in the engine; its late outputs are discarded."""
@@ -353,7 +353,7 @@ class ExternalEngine(Generic[C]):
     def _forget(self, sequence: ActiveSequence[C]) -> None:
         del self.active[sequence.key]
         self._constrained.remove(sequence.key)
-        self._let_go(sequence.key)
+        self._release_lora(sequence.key)
         if sequence.key in self._launched:
             self._launched.remove(sequence.key)
             self._launch()

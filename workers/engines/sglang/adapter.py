@@ -77,8 +77,8 @@ def adapter_of(
             if options.role == "prefill":
                 offered = offer(request, info, options)
 
-        def next_call(said: Seq[int]) -> SglangInputs:
-            return prepare(request, info, options, said, room, lora)
+        def next_call(generated: Seq[int]) -> SglangInputs:
+            return prepare(request, info, options, generated, room, lora)
 
         if request.constraint is not None:
             next_call(())  # refuses one that cannot be compiled

@@ -170,13 +170,13 @@ class SglangInputs(NamedTuple):
     Attributes:
         arguments: of ``async_generate``, without ``rid`` and ``stream``.
         stops: token ids that end the sequence although the engine continues, after ``least`` tokens.
-        goes_on: when the call reaches its limit, another one follows.
+        continues: when the call reaches its limit, another one follows.
     """
 
     arguments: dict[str, Any]
     stops: frozenset[int] = frozenset()
-    least: int = 0
-    goes_on: bool = False
+    min_tokens: int = 0
+    continues: bool = False
 
 
 def check(request: SequenceRequest, info: EngineInfo, options: SglangOptions) -> None:
@@ -237,32 +237,32 @@ def prepare(
     request: SequenceRequest,
     info: EngineInfo,
     options: SglangOptions,
-    said: Seq[int] = (),
+    generated: Seq[int] = (),
     room: Room | None = None,
     lora: str | None = None,
 ) -> SglangInputs:
     """The next call for a sequence that has passed ``check``.
 
     Args:
-        said: what earlier calls for it have generated.
+        generated: what earlier calls for it have generated.
         room: where the pair meets. A sequence is then one call, so ending tokens may be drawn before ``min_tokens``.
         lora: SGLang's name of its LoRA adapter.
 
     Raises:
         RequestError: its constraint cannot be compiled.
     """
-    earlier = [*request.generated, *said]
+    earlier = [*request.generated, *generated]
     tokens = [*request.prompt, *earlier]
     limit = min(request.stop.max_tokens, info.max_model_len - len(request.prompt)) - len(earlier)
     rules = constrained.ends(request.stop, request.constraint)
     ends = stop_ids(rules, info.eos_token_ids)
-    goes_on, stops = False, frozenset[int]()
-    least = min(rules.min_tokens - len(earlier), limit)
+    continues, stops = False, frozenset[int]()
+    min_tokens = min(rules.min_tokens - len(earlier), limit)
     grammar = "" if request.constraint is None else behind(constrained.grammar_text(request.constraint), earlier)
-    if least > 0 and ends and room is None:
-        ends_here, barred, goes_on = frozenset[int](), ends, least < limit
-        limit = least
-    elif least > 0 and ends:
+    if min_tokens > 0 and ends and room is None:
+        ends_here, barred, continues = frozenset[int](), ends, min_tokens < limit
+        limit = min_tokens
+    elif min_tokens > 0 and ends:
         ends_here, barred, stops = frozenset(), frozenset(), ends
     elif rules.ignore_eos:  # the model's own end would end it, too
         ends_here, barred, stops = frozenset(), frozenset[int](), ends
@@ -280,7 +280,7 @@ def prepare(
             grammar=grammar,
         ),
     }
-    scores = 0 < request.score < len(request.prompt) and not said
+    scores = 0 < request.score < len(request.prompt) and not generated
     if request.sampling.logprobs is not None or scores:
         best = max(request.sampling.logprobs or 0, (request.sampling.prompt_logprobs or 0) if scores else 0)
         arguments |= {"return_logprob": True, "top_logprobs_num": best}
@@ -295,4 +295,4 @@ def prepare(
         arguments["lora_path"] = lora
     if room is not None:
         arguments |= room.arguments
-    return SglangInputs(arguments, stops, max(0, least) if stops else 0, goes_on)
+    return SglangInputs(arguments, stops, max(0, min_tokens) if stops else 0, continues)

@@ -40,8 +40,8 @@ class SglangOutputCursor:
     Args:
         top: alternatives per token; None: no log-probabilities.
         stops: token ids that end the output although the engine continues.
-        least: tokens before which they do not.
-        goes_on: reaching the call's limit does not end the sequence: another call follows.
+        min_tokens: tokens before which they do not.
+        continues: reaching the call's limit does not end the sequence: another call follows.
         adopted: its prompt's KV was fetched from another engine.
 
     Attributes:
@@ -53,16 +53,16 @@ class SglangOutputCursor:
         *,
         top: int | None = None,
         stops: Collection[int] = (),
-        least: int = 0,
-        goes_on: bool = False,
+        min_tokens: int = 0,
+        continues: bool = False,
         adopted: bool = False,
     ) -> None:
         self.finished = False
         self._top = top
         self._stops = frozenset(stops)
-        self._least = least
+        self._min_tokens = min_tokens
         self._count = 0
-        self._goes_on = goes_on
+        self._continues = continues
         self._adopted = adopted
 
     def take(self, chunk: Mapping[str, Any]) -> tuple[list[Token], SequenceFailure | None]:
@@ -80,14 +80,14 @@ class SglangOutputCursor:
             return [], SequenceFailure(Code.engine_error, f"the engine ended the output: {reason['matched']}")
         new = []
         for at, token in enumerate(chunk["output_ids"]):
-            stops = token in self._stops and self._count >= self._least
+            stops = token in self._stops and self._count >= self._min_tokens
             self._count += 1
             finish, stop_token = ("stop", token) if stops else ("", None)
             new.append(Token(token, finish, self._logprob(token, at, info), stop_token))
             if stops:
                 self.finished = True
                 return new, None
-        if reason is None or (reason["type"] == "length" and self._goes_on):
+        if reason is None or (reason["type"] == "length" and self._continues):
             return new, None
         self.finished = True
         matched = reason.get("matched")
@@ -278,11 +278,11 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         if self.options.role == "prefill":
             await self._prefill(sequence)
             return
-        said: list[int] = []
+        generated: list[int] = []
         try:
-            prepared = sequence.call.prepare(said)
-            while not await self._generate(sequence, prepared, said):
-                prepared = sequence.call.prepare(said)
+            prepared = sequence.call.prepare(generated)
+            while not await self._generate(sequence, prepared, generated):
+                prepared = sequence.call.prepare(generated)
         except Exception as error:
             self._failed(sequence, error)
 
@@ -290,27 +290,29 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         """A request id. SGLang aborts every request whose id begins with the given one, so none is another's prefix."""
         return f"penstock-{next(self._numbers):016x}"
 
-    async def _generate(self, sequence: ActiveSequence[SglangCall], prepared: SglangInputs, said: list[int]) -> bool:
-        """One call, whose tokens are added to ``said``; False: the sequence continues with another one."""
+    async def _generate(
+        self, sequence: ActiveSequence[SglangCall], prepared: SglangInputs, generated: list[int]
+    ) -> bool:
+        """One call, whose tokens are added to ``generated``; False: the sequence continues with another one."""
         cursor = SglangOutputCursor(
             top=sequence.call.logprobs,
             stops=prepared.stops,
-            least=prepared.least,
-            goes_on=prepared.goes_on,
+            min_tokens=prepared.min_tokens,
+            continues=prepared.continues,
             adopted=bool(self.options.layout),
         )
-        before = len(said)
+        before = len(generated)
         stream = await self._llm.async_generate(**prepared.arguments, rid=self._name(), stream=True)
         try:
             async with asyncio.timeout(self.options.wait_s or None) as first:  # for the prompt's KV
                 async for chunk in stream:
                     first.reschedule(None)
-                    said += self._on_chunk(sequence, cursor, chunk)
+                    generated += self._on_chunk(sequence, cursor, chunk)
                     if cursor.finished:
                         return True
         finally:
             await stream.aclose()  # aborts now, not at garbage collection
-        if prepared.goes_on and len(said) > before:
+        if prepared.continues and len(generated) > before:
             return False
         self._fail(sequence, Code.engine_error, NO_REASON)
         return True

@@ -213,12 +213,13 @@ def resolve(
     tree = _drop_reserved(tree, wanted)
     if worker.trtllm_backend == "autodeploy":
         tree = prune(tree, known)
-    else:
-        _drop_default_backend(tree)
-    tree = _explicit_transport(tree)
+    elif tree.get("backend") == "pytorch":
+        del tree["backend"]
+    transceiver = tree.get("cache_transceiver_config")
+    if isinstance(transceiver, Mapping) and transceiver.get("backend") == "DEFAULT":
+        tree = tree | {"cache_transceiver_config": {**transceiver, "backend": TRANSFER}}
     args = decode(_known_here(tree, installed))
-    context = context or Context(role=_role(worker.role), router_block_size=worker.block_size)
-    _report(check(args, context))
+    _report(check(args, context or Context(role="aggregated", router_block_size=worker.block_size)))
     kv = args.kv_cache_config
     return ResolvedTrtllmArgs(tree, args, bool(kv.enable_block_reuse and kv.event_buffer_max_size), layout(args))
 
@@ -334,18 +335,6 @@ def _drop_reserved(tree: Tree, wanted: TrtllmSettings) -> Tree:
     return kept
 
 
-def _drop_default_backend(tree: Tree) -> None:
-    if tree.get("backend") == "pytorch":
-        del tree["backend"]
-
-
-def _explicit_transport(tree: Tree) -> Tree:
-    transceiver = tree.get("cache_transceiver_config")
-    if isinstance(transceiver, Mapping) and transceiver.get("backend") == "DEFAULT":
-        return tree | {"cache_transceiver_config": {**transceiver, "backend": TRANSFER}}
-    return tree
-
-
 def _report(findings: list[Finding]) -> None:
     errors = [finding for finding in findings if finding.level == "error"]
     for finding in findings:
@@ -355,10 +344,6 @@ def _report(findings: list[Finding]) -> None:
             )
     if errors:
         raise BadArguments(f"{each.where}: {each.message}; {each.fix} ({each.rule})" for each in errors)
-
-
-def _role(role: str) -> Any:
-    return role if role in ("aggregated", "prefill", "decode", "encode") else "aggregated"
 
 
 def _up(tokens: int, block: int) -> int:

@@ -191,7 +191,8 @@ def from_settings(
     plan = _plan(settings, path, processors=processors is not None and processors.configured)
     with contextlib.ExitStack() as undo:
         loop, llm = _start(plan, undo)
-        metrics = _metrics(plan)
+        labels = {"model_name": plan.model.name, "engine_type": "trtllm"}
+        metrics = NativeMetrics(plan.api.collector if settings.publish_events_and_metrics else None, labels)
         served, stat = warm_up(plan, llm, loop)
         if stat is not None:
             metrics.warmed_up(stat)
@@ -255,9 +256,13 @@ def _plan(settings: WorkerSettings, path: Path, *, processors: bool) -> _Plan:
         )
     model = modeldir.load(path)
     grammars = compiler(path) if api.guided is not None and standard_tokenizer(path) else None
-    wanted = wanted_of(settings, model.length.limit(settings.max_model_len), images=_takes_images(model))
-    wanted = wanted._replace(
-        constraints=grammars is not None, processors=processors, choose_sampler=api.version.startswith("1.2.")
+    wanted = TrtllmSettings(
+        settings,
+        length_limit(settings, model.length.limit(settings.max_model_len)),
+        images=_takes_images(model),
+        constraints=grammars is not None,
+        processors=processors,
+        choose_sampler=api.version.startswith("1.2."),
     )
     plan = _Plan(api, path, model, wanted, arguments(settings, wanted, api, path), grammars)
     if reason := problem(os.environ, plan.args.gpus):
@@ -271,8 +276,8 @@ def _start(plan: _Plan, undo: contextlib.ExitStack) -> tuple[LoopThread, Any]:
     undo.callback(watch.attach())
     loop = LoopThread("trtllm")
     undo.callback(loop.close)
-    with watch.processes():
-        llm = construct(plan.api, str(plan.path), plan.resolved)
+    with watch.processes(), starting("TensorRT-LLM", plan.api.version):
+        llm = plan.api.construct(str(plan.path), plan.resolved.tree)
     undo.callback(shut_down, llm)  # before the loop closes: the engine's threads deliver to it until they end
     return loop, llm
 
@@ -312,11 +317,6 @@ def _continuing(plan: _Plan, info: EngineInfo) -> Callable[[SequenceRequest], An
     return Continuing(plan.path)
 
 
-def _metrics(plan: _Plan) -> NativeMetrics:
-    labels = {"model_name": plan.model.name, "engine_type": "trtllm"}
-    return NativeMetrics(plan.api.collector if plan.wanted.worker.publish_events_and_metrics else None, labels)
-
-
 def prompt_limit(args: EngineArgs, model_len: int) -> int:
     """The longest prompt, tokens. Without chunked prefill, it must fit into one step."""
     return model_len if args.enable_chunked_prefill else min(model_len, args.max_num_tokens or model_len)
@@ -352,19 +352,6 @@ def info_of(
         logits_processors=logits_processors,
         constraints=OTHERS_CONSTRAINTS if wanted.constraints and args.guided_decoding_backend == GRAMMARS else (),
         max_batched_tokens=args.max_num_tokens or 0,
-    )
-
-
-def wanted_of(settings: WorkerSettings, model_len: int, *, images: bool = False) -> TrtllmSettings:
-    """The worker's settings, and what follows from them for the engine.
-
-    Raises:
-        BadArguments: ``max_model_len`` is more than the model supports.
-    """
-    return TrtllmSettings(
-        settings,
-        max_model_len=length_limit(settings, model_len),
-        images=images,
     )
 
 
@@ -417,16 +404,6 @@ def _shape(path: Path) -> Shape | None:
         return shape_of(_config(path), model=path.name)
     except (UnknownShape, msgspec.MsgspecError, OSError):
         return None
-
-
-def construct(api: TrtllmApi, model: str, resolved: ResolvedTrtllmArgs) -> Any:
-    """
-    Raises:
-        BadArguments: the engine refuses an argument.
-        EngineError: it does not start.
-    """
-    with starting("TensorRT-LLM", api.version):
-        return api.construct(model, resolved.tree)
 
 
 def one_token(api: TrtllmApi) -> dict[str, Any]:

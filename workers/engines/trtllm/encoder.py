@@ -23,13 +23,14 @@ from penstock.infra.model import modeldir
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
+from penstock.workers.engines.external.arguments import length_limit
 from penstock.workers.engines.external.runtime import bounded, shut_down
 from penstock.workers.engines.native.model import embedding_slots
 from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
 from penstock.workers.engines.native.model.vision import DEFAULT_SLOTS
 from penstock.workers.engines.trtllm.api import INSTALL, load_trtllm, set_log_level
-from penstock.workers.engines.trtllm.args import encoder_arguments
-from penstock.workers.engines.trtllm.build import arguments, wanted_of
+from penstock.workers.engines.trtllm.args import TrtllmSettings, encoder_arguments
+from penstock.workers.engines.trtllm.build import arguments
 
 log = structlog.get_logger("engine")
 
@@ -159,7 +160,7 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     if api.encoder is None or api.shared_tensor is None:
         raise EngineError(f"tensorrt_llm {api.version} has no MultimodalEncoder; use 1.2.1: {INSTALL}")
     shared = api.shared_tensor
-    wanted = wanted_of(settings, model.length.limit(settings.max_model_len))
+    wanted = TrtllmSettings(settings, length_limit(settings, model.length.limit(settings.max_model_len)))
     tree = encoder_arguments(arguments(settings, wanted, api, path).tree)
     with contextlib.ExitStack() as undo:
         try:

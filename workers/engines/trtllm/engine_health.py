@@ -100,28 +100,9 @@ class Liveness:
         return ""
 
 
-class Backoff:
-    """Durations are in seconds. Pure: it does not wait itself."""
-
-    def __init__(self, first: float = 0.001, cap: float = 0.1) -> None:
-        if not 0 < first <= cap:
-            raise ValueError(f"the first wait must be above 0 and at most the cap of {cap} s, not {first}")
-        self._first = first
-        self._cap = cap
-        self._next = first
-
-    def next(self) -> float:
-        """The wait after one more empty poll."""
-        wait, self._next = self._next, min(2 * self._next, self._cap)
-        return wait
-
-    def reset(self) -> None:
-        """Start again with the first wait: the queue had items."""
-        self._next = self._first
-
-
 log = structlog.get_logger("engine")
 
+POLL_S, MOST_POLL_S = 0.005, 0.1  # between two polls of the events: at first, and while none come
 STATS_S = 0.1  # between two polls of the statistics
 JOIN_S = 1.0
 MOST_FAILURES = 20  # polls of events in a row
@@ -225,15 +206,16 @@ class QueueReader:
     # --- polls ---
 
     def _poll(self) -> None:
-        backoff = Backoff(first=0.005, cap=0.1)
+        wait_s = POLL_S
         if not callable(getattr(self._llm, "_check_health", None)):
             log.info("engine_health", source="polls and outputs only")
-        while not self._ended.wait(backoff.next()):
+        while not self._ended.wait(wait_s):
+            wait_s = min(2 * wait_s, MOST_POLL_S)
             try:
                 self._check_health()
                 if self._reading:
                     if self._read_events():
-                        backoff.reset()
+                        wait_s = POLL_S
                     self._read_stats()
             except Exception as error:
                 self._fail(error)

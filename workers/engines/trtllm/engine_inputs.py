@@ -67,7 +67,7 @@ class TrtllmOutputCursor:
         self._end_id = end_id
         self._top = top
 
-    def advance(
+    def take(
         self,
         token_ids: Seq[int],
         logprobs: Seq[Any] | None = None,

@@ -173,7 +173,7 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         tokens: Seq[int] = output.token_ids or (params.first_gen_tokens if params is not None else None) or ()
         if sequence.call.adopted:
             cursor.repeats = self._repeats if cursor.repeats is None else cursor.repeats
-        new, failure = cursor.advance(tokens, output.logprobs, output.finish_reason, output.stop_reason)
+        new, failure = cursor.take(tokens, output.logprobs, output.finish_reason, output.stop_reason)
         if sequence.call.adopted and self._repeats is None and cursor.repeats is not None:
             self._repeats = cursor.repeats
             log.info("adopted_outputs", repeat_prefill_tokens=cursor.repeats)

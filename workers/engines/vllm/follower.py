@@ -102,13 +102,13 @@ class VllmCall(NamedTuple):
     Attributes:
         prepare_without_handoff: prepares the same call without another engine's KV.
         logprobs: how many alternatives each token reports; None: no log-probabilities.
-        adapter: vLLM's LoRARequest; None: it has no LoRA adapter.
+        lora: vLLM's LoRARequest; None: it has no LoRA adapter.
     """
 
     prepared: VllmInputs
     prepare_without_handoff: Callable[[], VllmInputs]
     logprobs: int | None
-    adapter: Any = None
+    lora: Any = None
 
 
 class VllmFollower(Follower[VllmApi, VllmCall]):
@@ -142,7 +142,7 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
             prompt,
             params,
             name,
-            lora_request=sequence.call.adapter,
+            lora_request=sequence.call.lora,
             trace_headers=sequence.trace,
             data_parallel_rank=prepared.rank,
         )

@@ -103,11 +103,11 @@ def test_ending_tokens_count_from_min_tokens_on(make: Make, pair: tuple[Driver, 
     whole = make().answer(ask(0, PROMPT, 12))
     stop = next(token for token in whole[2:] if token not in whole[:2])
     at = whole.index(stop)
-    for least in (0, at, at + 2):
-        rules = {"token_ids": (stop,), "min_tokens": least}
-        seen = carried_on(source, target, ask(0, PROMPT, 12, stop=rules), f"{least}:1")
+    for min_tokens in (0, at, at + 2):
+        rules = {"token_ids": (stop,), "min_tokens": min_tokens}
+        seen = carried_on(source, target, ask(0, PROMPT, 12, stop=rules), f"{min_tokens}:1")
         assert seen.tokens() == whole[: len(seen.tokens())]
-        assert (len(seen.tokens()) == at + 1) == (least <= at)
+        assert (len(seen.tokens()) == at + 1) == (min_tokens <= at)
 
 
 def test_a_constraint_holds_on_both_engines(pair: tuple[Driver, Driver]) -> None:
@@ -116,8 +116,8 @@ def test_a_constraint_holds_on_both_engines(pair: tuple[Driver, Driver]) -> None
     seen = carried_on(source, target, ask(0, PROMPT, 60, constraint=constraint))
     assert (seen.failures, seen.outputs[-1].finish) == ([], "stop")
     ends = source.engine.info.eos_token_ids
-    said = load(TINY).tokenizer.decode([token for token in seen.tokens() if token not in ends])
-    assert re.fullmatch("[0-9]{6}", said)
+    text = load(TINY).tokenizer.decode([token for token in seen.tokens() if token not in ends])
+    assert re.fullmatch("[0-9]{6}", text)
 
 
 @pytest.mark.parametrize("opaque", [b"", b"garbage", b"{}"], ids=["none", "garbage", "empty"])

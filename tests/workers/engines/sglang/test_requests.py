@@ -26,8 +26,8 @@ OPTIONS = SglangOptions(b"r" * 16)
 PROMPT = [5, 6, 7, 8]
 
 
-def params(request: Any, said: Any = ()) -> dict[str, Any]:
-    found: dict[str, Any] = prepare(request, INFO, OPTIONS, said).arguments["sampling_params"]
+def params(request: Any, generated: Any = ()) -> dict[str, Any]:
+    found: dict[str, Any] = prepare(request, INFO, OPTIONS, generated).arguments["sampling_params"]
     return found
 
 
@@ -56,18 +56,18 @@ def test_penalties_of_earlier_tokens_are_a_bias() -> None:
 def test_before_min_tokens_no_end_can_be_drawn_and_another_call_follows() -> None:
     request = ask(0, PROMPT, 9, stop={"min_tokens": 4, "token_ids": (11,), "ignore_eos": False})
     first = prepare(request, INFO, OPTIONS)
-    assert first.goes_on
+    assert first.continues
     sampling = first.arguments["sampling_params"]
     assert (sampling["max_new_tokens"], sampling["ignore_eos"]) == (4, True)
     assert sampling["logit_bias"] == {"11": BARRED, "2": BARRED}
     second = prepare(request, INFO, OPTIONS, [21, 22, 23, 24])
-    assert not second.goes_on
+    assert not second.continues
     sampling = second.arguments["sampling_params"]
     assert second.arguments["input_ids"] == [*PROMPT, 21, 22, 23, 24]
     assert (sampling["max_new_tokens"], sampling["stop_token_ids"], sampling["ignore_eos"]) == (5, [2, 11], False)
     assert "logit_bias" not in sampling
     whole = prepare(ask(0, PROMPT, 4, stop={"min_tokens": 4, "ignore_eos": False}), INFO, OPTIONS)
-    assert not whole.goes_on  # its limit is the sequence's
+    assert not whole.continues  # its limit is the sequence's
 
 
 def test_stop_ids_beside_ignored_ends_are_watched_for() -> None:
@@ -126,7 +126,7 @@ def test_chunks_become_tokens_with_one_end() -> None:
     assert cursor.take(chunk(3, reason={"type": "stop", "matched": 3})) == ([Token(3, "stop", None, 3)], None)
     assert cursor.finished
     assert cursor.take(chunk(4)) == ([], None)
-    limited = SglangOutputCursor(goes_on=True)
+    limited = SglangOutputCursor(continues=True)
     assert limited.take(chunk(1, reason={"type": "length", "length": 1})) == ([Token(1)], None)
     assert not limited.finished
     assert SglangOutputCursor().take(chunk(1, reason={"type": "length", "length": 1}))[0][-1].finish == "length"
@@ -142,7 +142,7 @@ def test_an_engine_of_a_pair_fails_for_more_than_its_transfers() -> None:
 
 
 def test_watched_stops_end_an_output_in_the_midst_of_a_chunk() -> None:
-    cursor = SglangOutputCursor(stops=(7,), least=2)
+    cursor = SglangOutputCursor(stops=(7,), min_tokens=2)
     new, failure = cursor.take(chunk(7, 1, 7, 9))
     assert ([each.token for each in new], new[-1].finish, new[-1].stop_token, failure) == ([7, 1, 7], "stop", 7, None)
 

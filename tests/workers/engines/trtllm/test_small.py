@@ -11,19 +11,9 @@ from prometheus_client import CollectorRegistry
 from penstock.schemas.errors import Code
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
 from penstock.workers.engines.trtllm.build import Launch, launch_of, problem
-from penstock.workers.engines.trtllm.engine_health import Backoff, Detector
+from penstock.workers.engines.trtllm.engine_health import Detector
 from penstock.workers.engines.trtllm.follower import code_of, is_request_error
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
-
-
-def test_waits_double_up_to_a_cap_and_start_again_after_something_came() -> None:
-    backoff = Backoff(0.001, 0.01)
-    assert [backoff.next() for _ in range(6)] == [0.001, 0.002, 0.004, 0.008, 0.01, 0.01]
-    backoff.reset()
-    assert backoff.next() == 0.001
-    with pytest.raises(ValueError, match="must be above 0"):
-        Backoff(0, 1)
-
 
 # --- statistics
 
