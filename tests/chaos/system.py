@@ -257,12 +257,14 @@ class System:
         if pid in self._stopped or not self._is_ours(pid) or not whole:
             return
         sent = {Act.kill: signal.SIGKILL, Act.stop: signal.SIGSTOP, Act.restart: signal.SIGTERM}[each.act]
-        if each.act is Act.stop:
-            self._stopped.add(pid)
+        try:
+            os.kill(pid, sent)
+        except ProcessLookupError:  # another disturbance has just ended it
+            return
         self.hits.append(Hit(time.time(), each.act, name, each.hold_s))
         self._say(f"{each.act} {name} ({pid})" + (f" for {each.hold_s:.1f} s" if each.hold_s else ""))
-        os.kill(pid, sent)
         if each.act is Act.stop:
+            self._stopped.add(pid)
             self._spawn(self._hold(pid, each.hold_s))
         elif each.act is Act.restart and not name.startswith(BROKER):
             self._spawn(self._ends(name, pid))
