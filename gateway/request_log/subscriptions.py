@@ -279,7 +279,8 @@ class TokenSubscription:
                 del self._readers[inflight.request.id]
 
     def _start_over(self) -> None:
-        """The stream was recreated: known sequences are void."""
+        """The stream was recreated or has lost its end: known sequences are void."""
+        self.tail.since_ns = min(map(_since, self.readers), default=self._bus.clock.now_ns() - CLOCK_SKEW_NS)
         for inflight in self.readers:
             inflight.seq = 0
         self.catch_up.start_over()

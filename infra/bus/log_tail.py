@@ -51,12 +51,13 @@ class LogTail:
         handle: synchronous; an exception is logged, and the entry counts as handled.
         stream: its name.
         subject: which messages, wildcards allowed.
-        on_recreated: called before everything is handled again.
+        on_recreated: called before everything is handled again; it may set ``since_ns``.
         live: where the server republishes them; "": where our streams have it.
 
     Attributes:
         subscription: to the republished messages, at ``live_subject``; None: it is not started.
         created: when the stream was made, as of the first check of its end; "": there was none yet.
+        since_ns: what was stored before this Unix time is not handled, also when the tail starts over.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class LogTail:
         self._single = "*" not in subject and ">" not in subject
         self._on_recreated = on_recreated
         self.created = ""
-        self._since_ns = 0
+        self.since_ns = 0
         self._held: deque[Entry] = deque()
         self._starting = True
         self._stopped = False
@@ -121,7 +122,7 @@ class LogTail:
         """
         self._stopped, self._stale = False, False
         self._held.clear()
-        self._since_ns = since_ns
+        self.since_ns = since_ns
         self.position, self._newest = after, None
         self._bus.on_reconnect.append(self.reconnected)
         try:
@@ -297,6 +298,6 @@ class LogTail:
             self._on_recreated()
 
     async def _read(self) -> None:
-        async for entry in read(self._bus, self._stream, self._subject, after=self.position, since_ns=self._since_ns):
+        async for entry in read(self._bus, self._stream, self._subject, after=self.position, since_ns=self.since_ns):
             if entry.seq > self.position:
                 self._deliver(entry)

@@ -105,7 +105,7 @@ class ClusterState:
         self.removal = RegistrationRemoval(bus, self.registry, self.tasks)
         self.disconnects = DisconnectWatch(self._is_worker_connection)
         self.cut_off: list[list[tuple[str, int, int]]] = []
-        self._work = self._tail("WORK", "work", self._on_work, self._on_truncated)
+        self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
         self.ended: deque[Entry] = deque(maxlen=ENDED_KEPT)
         self.returned = ReturnedAttempts()
@@ -124,11 +124,19 @@ class ClusterState:
         self._unowned = UnownedRequests()
         self._folding: asyncio.Task[None] | None = None
 
-    def _tail(
-        self, stream: str, kind: str, handle: Callable[[Entry], None], on_lost: Callable[[], None] = lambda: None
-    ) -> LogTail:
+    def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
-        return LogTail(self._bus, subjects.stream(stream), subjects.all(kind), handle, on_lost)
+
+        def start_over() -> None:
+            tail.since_ns = self._oldest_ns()  # not days of it
+            if kind == "work":
+                self._on_truncated()
+
+        tail = LogTail(self._bus, subjects.stream(stream), subjects.all(kind), handle, start_over)
+        return tail
+
+    def _oldest_ns(self) -> int:
+        return self._bus.clock.now_ns() - int(LONGEST_DEADLINE_S * 1e9)
 
     def _on_truncated(self) -> None:
         for unfolded in self._unowned.take():
@@ -146,7 +154,7 @@ class ClusterState:
         """
         self._listener = listener
         now_ns = self._bus.clock.now_ns()
-        past = now_ns - int(LONGEST_DEADLINE_S * 1e9)
+        past = self._oldest_ns()
         saved = await self._snapshots.load()
         starts = {}
         if saved is not None and saved[0].taken_ns > past:
@@ -166,8 +174,8 @@ class ClusterState:
         self.caches.forget_unregistered()
         # Ends before beginnings: a request that is known to be over never counts as active.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
-            # Also behind a snapshot: what is handled again when a stream has lost its end are not days of it.
-            await self._following.enter_async_context(tail.following(after=starts.get(name, 0), since_ns=past))
+            after = starts.get(name, 0)
+            await self._following.enter_async_context(tail.following(after=after, since_ns=0 if after else past))
         self._bus.on_reconnect.append(self._on_reconnect)
         self._connected_since = time.monotonic()
         if self._settings.sys_nats_url:

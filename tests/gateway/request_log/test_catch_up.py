@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
@@ -20,11 +20,13 @@ from penstock.infra.process import turns
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, new_request_id
+from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from penstock.schemas.wire import pack_tokens
 from tests.gateway.request_log.test_inflight import request_of
 from tests.infra.bus.support import eventually, opened
+from tests.infra.nats_server.support import lose_end
 
 GATEWAY = "gone"
 
@@ -270,3 +272,29 @@ async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) ->
     assert all(isinstance(one, ServingError) for one in found[300:])
     assert [(await finder.find(made[7].id)).user, (await finder.find(made[299].id)).user] == ["7", "299"]
     await publisher.close()
+
+
+async def test_of_a_stream_that_has_lost_its_end_what_open_requests_need_is_read_again(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    """Not an hour of it; other messages have the sequences of those that are lost."""
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus, Worker(bus, 1) as worker:
+        seqs: list[int] = []
+        subscription = TokenSubscription(bus, GATEWAY, bus.tasks)
+        subscription.on_read = seqs.append
+        await subscription.start(new=True)
+        await worker.step(3)
+        present = msgspec.structs.replace(worker.requests[0], created_ns=time.time_ns() + CLOCK_SKEW_NS)
+        subscription.subscribe(InflightRequest(present))
+        await worker.step(3)
+        await eventually(lambda: seqs == [1, 2, 3, 4, 5, 6])
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        lose_end(server.data_dir, subjects.stream("TOKENS"), 1)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        await worker.step()
+        await eventually(lambda: seqs == [1, 2, 3, 4, 5, 6, 4, 5, 6])
+        await subscription.close()
