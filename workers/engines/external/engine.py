@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -243,6 +243,22 @@ class EngineLoras:
         self._drop(identity, lora.handle)
 
 
+@dataclass(slots=True)
+class _Arrived:
+    """What has arrived for one ``StepResult``. ``events``: by rank."""
+
+    outputs: list[Output] = field(default_factory=list)
+    events: dict[int, list[KvEvent]] = field(default_factory=dict)
+    started: list[Started] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    pinned: list[PinnedPrompt] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    measured: list[SequenceMeasurements] = field(default_factory=list)
+    handed: list[object] = field(default_factory=list)
+    counted: list[SequenceCounts] = field(default_factory=list)
+    computed: int = 0
+
+
 class ExternalEngine(Generic[C]):
     """Implements ``penstock.workers.engines.engine_protocol.Engine``.
 
@@ -380,78 +396,72 @@ class ExternalEngine(Generic[C]):
         Raises:
             EngineError: the engine is broken.
         """
-        pinned: list[PinnedPrompt] = []
-        scored: list[Scored] = []
-        measured: list[SequenceMeasurements] = []
-        others: dict[int, list[KvEvent]] = {}
-        handed: list[object] = []
-        counts: list[SequenceCounts] = []
-        result = StepResult([], [], [], [], 0, pinned, scored, others, measured, handed, counts)
-        computed = 0
+        found = _Arrived()
         event = self.runtime.inbox.get(WAIT_S)
         if event is None:
             self._check_silence()
         while event is not None and not isinstance(event, EngineFailed):
             if isinstance(event, SequenceUpdate):
-                computed += self._apply(event, result, pinned, scored, measured, handed, counts)
+                self._apply(event, found)
             elif isinstance(event, Slots):
                 self._slots = event.most
                 self._launch()
             else:
                 for rank, events in self.adapter.blocks.take(event).items():
-                    (others.setdefault(rank, []) if rank else result.events).extend(events)
+                    found.events.setdefault(rank, []).extend(events)
             event = self.runtime.inbox.get()
         self._raise_broken()
-        result.computed_tokens = computed
-        return result
+        return StepResult(
+            found.outputs,
+            found.events.pop(0, []),
+            found.started,
+            found.failures,
+            found.computed,
+            found.pinned,
+            found.scored,
+            found.events,
+            found.measured,
+            found.handed,
+            found.counted,
+        )
 
-    def _apply(
-        self,
-        update: SequenceUpdate,
-        result: StepResult,
-        pinned: list[PinnedPrompt],
-        scores: list[Scored],
-        measured: list[SequenceMeasurements],
-        handed: list[object],
-        counts: list[SequenceCounts],
-    ) -> int:
-        """Add an update to the results, unless its sequence was cancelled; returns the number of computed tokens."""
-        sequence, cached, tokens, failure, opaque, scored, values, passed_on, usage = update
+    def _apply(self, update: SequenceUpdate, found: "_Arrived") -> None:
+        """Add an update to what has arrived, unless its sequence was cancelled."""
+        sequence, cached, tokens, failure, opaque, scored, measured, handed, usage = update
         if self.active.get(sequence.key) is not sequence:
-            return 0
-        tokens, found = self._constrained.follow(sequence.key, tokens, failure)
-        if found is not failure:
-            failure, opaque, sequence.cancelled = found, None, True
+            return
+        tokens, constrained = self._constrained.follow(sequence.key, tokens, failure)
+        if constrained is not failure:
+            failure, opaque, sequence.cancelled = constrained, None, True
             self.runtime.loop.post(self.adapter.follower.abort, sequence)
         self._last_update = time.monotonic()
-        if passed_on:
-            handed.append(sequence.key)
+        if handed:
+            found.handed.append(sequence.key)
             self._forget(sequence)
             if opaque is not None:
                 self._handed[sequence.key] = sequence
-        computed = len(tokens)
+        found.computed += len(tokens)
         if cached is not None:
             sequence.started = True
             self._running += 1
             self._hit += cached
             self._prompt += sequence.prompt_len
-            computed += sequence.prompt_len - cached
-            result.started.append(Started(sequence.key, cached))
+            found.computed += sequence.prompt_len - cached
+            found.started.append(Started(sequence.key, cached))
         if scored is not None:
-            scores.append(scored)
+            found.scored.append(scored)
         if usage is not None:
-            counts.append(SequenceCounts(sequence.key, usage))
-        if values:
-            measured.append(SequenceMeasurements(sequence.key, values))
-        result.outputs.extend(Output(sequence.key, *token) for token in tokens)
+            found.counted.append(SequenceCounts(sequence.key, usage))
+        if measured:
+            found.measured.append(SequenceMeasurements(sequence.key, measured))
+        found.outputs.extend(Output(sequence.key, *token) for token in tokens)
         if opaque is not None:
             self._pinned[sequence.key] = -(-sequence.prompt_len // self.info.block_size)
-            pinned.append(PinnedPrompt(sequence.key, [], [], opaque))
+            found.pinned.append(PinnedPrompt(sequence.key, [], [], opaque))
         if failure is not None:
-            result.failures.append(Failure(sequence.key, failure.code, failure.message))
+            found.failures.append(Failure(sequence.key, failure.code, failure.message))
         if failure is not None or (tokens and tokens[-1].finish):
             self._forget(sequence)
-        return computed
 
     def _check_silence(self) -> None:
         now = time.monotonic()

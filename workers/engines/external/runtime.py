@@ -1,14 +1,11 @@
 """A started engine of another package: its event loop, and the queue from that loop to the engine thread.
 
-An event loop in a thread of its own, open as long as its engine.
-
 Asynchronous engines (TensorRT-LLM, vLLM, SGLang) bind their results, events and statistics to the loop that runs when
 they are requested, and their threads refuse to deliver to a loop that has stopped. One loop therefore serves all of it.
 
-Ends an engine's child processes when the worker dies (Linux).
-
-vLLM's core process does not watch its parent: after a SIGKILL of the worker it would keep the device and its memory.
-A shell blocks on a pipe from the worker; when the pipe closes it terminates them.
+vLLM's core process does not watch its parent: after a SIGKILL of the worker it would keep the device and its memory. So
+``ProcessGuard`` ends an engine's child processes when the worker dies (Linux): a shell blocks on a pipe from the
+worker; when the pipe closes it terminates them.
 """
 
 import asyncio

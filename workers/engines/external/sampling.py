@@ -1,7 +1,4 @@
-"""Sampling parameters that all external engines share. Pure.
-
-Checks of a request that hold for all external engines. Pure.
-"""
+"""Sampling parameters and checks of a request that all external engines share. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence as Seq

@@ -1,6 +1,4 @@
-"""From one of our sequences to calls of ``Engine.async_generate``. Pure.
-
-From our request to the fields of SGLang's ``SamplingParams``, 0.5.23. Pure: names and values, no engine types.
+"""From one of our sequences to calls of ``Engine.async_generate`` (0.5.23). Pure: names and values, no engine types.
 
 An engine without a tokenizer takes no ``min_new_tokens``, and with ``ignore_eos`` it heeds no stop ids either. So the
 first tokens of an output with ``min_tokens`` are a call of their own, in which the ending tokens are barred, and stop
@@ -9,13 +7,11 @@ ids beside ``ignore_eos`` are watched for by the follower.
 Draws are counter-based, (seed, position), but only in engines with ``enable_deterministic_inference``; others ignore
 the seed.
 
-Rooms: how a prefill and a decode engine of SGLang find each other for one sequence. Pure.
-
-Both engines run a sequence at the same time. The prefill engine does not begin before the decode engine has reserved
-blocks, and reports its token only after the KV was fetched; the decode engine gets the first token with the KV. So the
-prefill worker hands a request over before it has computed anything (``StepResult.handed``), and the state has no KV's
-location but that of the prefill engine's bootstrap server and a room, a number that both engines are given. Each choice
-of a request has a room of its own.
+A prefill and a decode engine run a sequence at the same time. The prefill engine does not begin before the decode
+engine has reserved blocks, and reports its token only after the KV was fetched; the decode engine gets the first token
+with the KV. So the prefill worker hands a request over before it has computed anything (``StepResult.handed``), and the
+state has no KV's location but that of the prefill engine's bootstrap server and a room, a number that both engines are
+given. Each choice of a request has a room of its own.
 
 A decode engine cannot compute a prompt. Without a state that it can use the attempt is given back, and a router places
 the request on another pair.

@@ -1,9 +1,8 @@
 """The asynchronous half of the adapter: submits to SGLang and queues its outputs. Runs in the loop thread.
 
-Converts the chunks of one SGLang output (incremental streaming) to tokens, each reported once. Pure.
-
-A chunk is a dictionary with the new ``output_ids`` and a ``meta_info``, in which log-probabilities are lists of
-(logprob, token id, text or None) beside the new tokens. The last chunk of an aborted request repeats a token.
+A cursor converts chunks (incremental streaming) to tokens, each reported once. A chunk is a dictionary with the new
+``output_ids`` and a ``meta_info``, in which log-probabilities are lists of (logprob, token id, text or None) beside the
+new tokens. The last chunk of an aborted request repeats a token.
 """
 
 import asyncio

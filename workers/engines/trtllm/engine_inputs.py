@@ -1,15 +1,11 @@
-"""From one of our sequences to one call of ``generate_async``.
-
-Converts the cumulative outputs of one sequence to tokens, each reported once.
-
-TensorRT-LLM returns the same list again and again as it grows by several tokens, and its last version may be shorter (a
-stop token was trimmed). Our protocol reports every token once, including the ending one, which is marked.
-
-From our request to the fields of ``tensorrt_llm.SamplingParams``, 1.2.1. Pure: names and values, no engine types.
+"""From one of our sequences to one call of ``generate_async`` (1.2.1), and from its output to tokens. Pure.
 
 The worker handles stop strings and detokenization; the engine sees token ids only. Every request names its end tokens:
 an engine without a tokenizer knows none, and one with a tokenizer adds none once ``end_id`` is set. ``ignore_eos`` is
 not used together with stop tokens: it would disable those as well.
+
+TensorRT-LLM returns the same list again and again as it grows by several tokens, and its last version may be shorter (a
+stop token was trimmed). Our protocol reports every token once, including the ending one, which is marked.
 """
 
 from collections.abc import Callable, Mapping

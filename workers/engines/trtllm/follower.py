@@ -2,8 +2,6 @@
 
 Everything here runs in the loop thread unless noted. Outputs are copied into the queue at once: TensorRT-LLM returns
 the same object again and again.
-
-Which of the engine's exceptions end one request, and which the engine. Pure: the caller passes the classes.
 """
 
 import re

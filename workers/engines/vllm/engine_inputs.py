@@ -1,13 +1,9 @@
-"""From one of our sequences to one call of ``AsyncLLM.generate``. Pure.
-
-From our request to the fields of ``vllm.SamplingParams``, 0.33. Pure: names and values, no engine types.
+"""From one of our sequences to one call of ``AsyncLLM.generate`` (0.33). Pure: names and values, no engine types.
 
 All token ids that end an output are passed as stop ids, with ``ignore_eos``: an engine without a tokenizer knows no end
 token, and this way it always names the one that ended an output. The worker handles stop strings.
 
-``kv_transfer_params`` as bytes: the state of a prefilled prompt that passes from one worker's vLLM to another's.
-
-vLLM's NIXL connector moves the KV; the params locate it. Pure.
+vLLM's NIXL connector moves the KV of a handoff; ``kv_transfer_params``, which pass between workers as bytes, locate it.
 """
 
 from collections.abc import Sequence as Seq

@@ -1,9 +1,8 @@
 """The asynchronous half of the adapter: submits to vLLM and queues its outputs. Runs in the loop thread.
 
-Converts the deltas of one vLLM output (``RequestOutputKind.DELTA``) to tokens, each reported once. Pure.
-
-Every delta has the new tokens, including the ending one. An engine that took over another's KV draws that engine's last
-token again: it must be the same, and is not reported twice.
+Outputs are deltas (``RequestOutputKind.DELTA``), which a cursor converts to tokens, each reported once. Every delta has
+the new tokens, including the ending one. An engine that took over another's KV draws that engine's last token again: it
+must be the same, and is not reported twice.
 """
 
 import asyncio
