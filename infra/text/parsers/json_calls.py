@@ -29,6 +29,7 @@ from penstock.infra.text.parsers.tool_formats import (
 )
 
 _ARGUMENTS = ("arguments", "parameters")
+_ALSO_ARGUMENTS = ("args", "input")  # between marks alone: there an object with a name is a call
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+", re.S)
 _KIMI_VARIANT = re.compile(r"functions_(.+?)(?:[_:]\d+)?", re.S)
 _KIMI_NUMBER = re.compile(r"[._:\-]*\d*$")
@@ -45,6 +46,7 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
         end = end.removeprefix(head.fence).strip()  # which the head's reader reads
     objects = head is None or form.list
     following = begin or ("" if form.list else form.between.strip()) or ("{" if objects and not form.starts else "")
+    another = "{" if objects and form.starts and following != "{" else ""  # a call without what should precede it
     one, listed = _one_call(form), listed_calls(form)
 
     def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
@@ -65,7 +67,7 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
                 raise MalformedCall
             if end:
                 yield from read_closing(reader, deltas, end)
-            mark = yield from read_closing(reader, deltas, close, following)
+            mark = yield from read_closing(reader, deltas, close, following, another)
             if not mark or mark == close:
                 return
             reader.checkpoint_call(mark)
@@ -93,7 +95,7 @@ def listed_calls(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[Non
 
 def _one_call(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
     """A reader of a call behind its "{"."""
-    keys = tuple(dict.fromkeys((form.arguments_key, *_ARGUMENTS)))
+    keys = tuple(dict.fromkeys((form.arguments_key, *_ARGUMENTS, *(() if form.starts else _ALSO_ARGUMENTS))))
 
     def one(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
         if form.keyed:

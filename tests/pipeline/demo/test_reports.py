@@ -1,5 +1,6 @@
 """What users of other servers reported, asked of the native engine: answers through every process of a deployment."""
 
+import asyncio
 import gzip
 import json
 from typing import Any
@@ -144,3 +145,43 @@ async def test_a_base_url_may_end_with_a_slash_or_the_version(demo: Deployment) 
         for path in ("//v1/chat/completions", "/v1//chat/completions", "/v1/v1/chat/completions", "/v1/messages/"):
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, (path, answer.text)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_offer_of_http_2_is_answered_in_http_1_with_its_body(demo: Deployment, chunked: bool) -> None:
+    url = httpx.URL(demo.urls[0])
+    body = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}).encode()
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    head = [
+        *("POST /v1/chat/completions HTTP/1.1", f"Host: {url.host}", "Content-Type: application/json", length),
+        *("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA"),
+    ]
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        writer.write("\r\n".join([*head, "", ""]).encode() + sent)
+        status = await asyncio.wait_for(reader.readline(), 30)
+        assert status == b"HTTP/1.1 200 OK\r\n"
+    finally:
+        writer.close()
+
+
+async def test_a_forced_call_that_was_cut_off_in_its_thought_is_a_thought(demo: Deployment) -> None:
+    body = {**THINK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 3}
+    [choice] = (await post(demo, "/v1/chat/completions", body))["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning_content"]
+    assert not choice["message"]["content"]
+    assert "tool_calls" not in choice["message"]
+
+
+async def test_log_probabilities_without_alternatives_are_those_of_the_tokens(demo: Deployment) -> None:
+    asked = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0, "logprobs": True}
+    for more in ({}, {"top_logprobs": 0}):
+        [choice] = (await post(demo, "/v1/chat/completions", {**asked, **more}))["choices"]
+        scored = choice["logprobs"]["content"]
+        assert "".join(each["token"] for each in scored) == choice["message"]["content"]
+        assert all(each["logprob"] <= 0 and each["top_logprobs"] == [] for each in scored)
+    text = {"prompt": "2 + 3 =", "max_tokens": 2, "logprobs": 0, "temperature": 0}
+    [choice] = (await post(demo, "/v1/completions", text))["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"]) > 0

@@ -60,6 +60,10 @@ HERMES = [
          None, calls=(("a", '{\n"x": "1\\n\\t2\\\\\\n", "y": "\\n"}'),)),
     Case("", "hermes", '<tool_call>{"arguments": {"x": "1\n2"}, "name": "a"}</tool_call>', None,
          calls=(("a", '{"x": "1\\n2"}'),)),
+    Case("", "hermes", '<tool_call>{"name": "a", "args": {"x": 1}}</tool_call><tool_call>'
+         '{"input": {"y": 2}, "name": "b"}</tool_call>', None, calls=(("a", '{"x": 1}'), ("b", '{"y": 2}'))),
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": {"x": "</tool_call>"}}</tool_call>', None,
+         calls=(("a", '{"x": "</tool_call>"}'),)),
     # look-alikes
     Case("", "hermes", "Write <tool_call> and then JSON, as in <tool", "Write <tool_call> and then JSON, as in <tool"),
     Case("", "hermes", 'It is {"name": "a", "arguments": {}} in JSON.\n',
@@ -141,6 +145,11 @@ LLAMA = [
          calls=(("get_time", TIME),)),
     Case("", "llama3_json", '{"name": "a", "parameters": {}}; {"name": "b", "arguments": {"x": 1}}', None,
          calls=(("a", "{}"), ("b", '{"x": 1}'))),
+    Case("", "llama3_json", '{"name": "a", "parameters": {}}\n{"name": "b", "parameters": {"x": 1}}\nSo.', "So.",
+         calls=(("a", "{}"), ("b", '{"x": 1}'))),
+    Case("", "llama3_json", '{"name": "a", "parameters": {}}\n{"name": "Alice", "age": 7}',
+         '{"name": "Alice", "age": 7}', calls=(("a", "{}"),)),
+    Case("", "llama3_json", '{"name": "a", "args": {}}', '{"name": "a", "args": {}}'),
     Case("", "llama3_json", '{"name": "Alice", "age": 7}', '{"name": "Alice", "age": 7}'),
     Case("", "llama3_json", '{"name": "Alice"}', '{"name": "Alice"}'),
     Case("", "llama3_json", 'Use {"name": "a", "parameters": {}} for it.',
@@ -261,6 +270,10 @@ HARMONY = [
     Case("", "gpt_oss", " to=functions.a<|channel|>commentary<|message|>", None, calls=(("a", "{}"),)),
     Case("gpt_oss", "gpt_oss",
          '<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x": "y', None, calls=(("a", '{"x": "y'),)),
+    Case("gpt_oss", "gpt_oss", f"{_A}Hm.<|end|>{_S}<|channel|>analysis to=functions.a code<|message|>{{}}<|call|>",
+         None, "Hm.", (("a", "{}"),)),
+    Case("gpt_oss", "gpt_oss", "<|channel|>commentary\u2013\u2013commentary to=functions.a<|channel|>commentary "
+         "<|constrain|><|constrain|>json<|message|>{}<|call|>", None, calls=(("a", "{}"),)),
     Case("gpt_oss", "gpt_oss", '<|channel|>commentary to=functions.a json<|message|>{"x": "1\n2"}<|call|>', None,
          calls=(("a", '{"x": "1\\n2"}'),)),
     Case("gpt_oss", "gpt_oss", '<|channel|>commentary to=functions.a code<|message|>print("1\n2")<|call|>', None,
