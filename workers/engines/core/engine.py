@@ -330,7 +330,8 @@ class ScheduledEngine:
                 without embeddings, a logits processor that is not registered or refuses its arguments, a constraint
                 that cannot be compiled, an adapter that was not added).
         """
-        check_vocabulary(request, self.info.vocab_size)
+        if request.reservation is None:  # else the worker that computed the prompt has checked it, in 0.07 ms
+            check_vocabulary(request, self.info.vocab_size)
         if request.media:
             if self.vision is None:
                 raise RequestError(Code.invalid_request, TEXT_ONLY)
