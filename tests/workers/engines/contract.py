@@ -10,6 +10,7 @@ small enough for any GPU. Engines that answer from other threads are waited for:
 asked at once, what may come later is waited for by ``settle``, at most ``BOUND_S``.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import importlib.util
@@ -367,6 +368,33 @@ class Driver:
         """Until the events have all full blocks of ``tokens``."""
         wanted = set(names(tokens, base))
         self.until(lambda: wanted <= set(self.fold()), "the events of a prompt's blocks")
+
+
+@contextlib.contextmanager
+def made(subject: Subject, model: Path | None = None, **options: Any) -> Iterator[Driver]:
+    """An engine from a worker's settings, closed at the end."""
+    driver = Driver(subject.make(subject.settings(**options), model or subject.quick))
+    try:
+        yield driver
+    finally:
+        driver.engine.close()
+
+
+def inner(driver: Driver) -> Any:
+    """The engine object of another package."""
+    engine: Any = driver.engine
+    return engine.runtime.llm
+
+
+def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
+    """Run something in the event loop of such an engine."""
+    engine: Any = driver.engine
+
+    async def run() -> Any:
+        found = work()
+        return await found if asyncio.iscoroutine(found) else found
+
+    return engine.runtime.loop.run(run(), 10.0)
 
 
 def fold(events: Sequence[KvEvent]) -> dict[bytes, bytes | None]:

@@ -56,6 +56,7 @@ from tests.workers.engines.contract import (
     carried_on,
     copy_blocks,
     fold,
+    made,
     names,
     prefilled,
 )
@@ -79,15 +80,6 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path_factory.mktemp("kv")))
         yield found
     torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def made(subject: Subject, model: Path | None = None, **options: Any) -> Iterator[Driver]:
-    driver = Driver(subject.make(subject.settings(**options), model or subject.quick))
-    try:
-        yield driver
-    finally:
-        driver.engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,27 @@ from penstock.workers.engines.engine_protocol import EngineError
 EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 
 
-def extra_arguments(settings: WorkerSettings) -> str:
-    """The text of ``--extra-engine-args``.
-
-    Raises:
-        BadArguments: the file cannot be read.
-    """
-    if not settings.extra_engine_args:
-        return ""
-    try:
-        return Path(settings.extra_engine_args).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadArguments([f"--extra-engine-args: {error}"]) from error
-
-
 def given_arguments(settings: WorkerSettings) -> Tree:
-    """The YAML file with the JSON of ``--override-engine-args`` laid over it.
+    """The YAML of ``--extra-engine-args`` with the JSON of ``--override-engine-args`` laid over it.
 
     Raises:
         BadArguments: one of them cannot be read.
     """
-    text = extra_arguments(settings)
-    tree: Tree = parse_yaml(text) if text else {}
-    return merge(tree, parse_json(settings.override_engine_args)) if settings.override_engine_args else tree
+    text = ""
+    if settings.extra_engine_args:
+        try:
+            text = Path(settings.extra_engine_args).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadArguments([f"--extra-engine-args: {error}"]) from error
+    tree = _parsed("--extra-engine-args", parse_yaml, text)
+    return merge(tree, _parsed("--override-engine-args", parse_json, settings.override_engine_args))
+
+
+def _parsed(flag: str, parse: Callable[[str], Tree], text: str) -> Tree:
+    try:
+        return parse(text) if text else {}
+    except BadArguments as error:
+        raise BadArguments([f"{flag}: {problem}" for problem in error.problems]) from error
 
 
 def length_limit(settings: WorkerSettings, model_len: int) -> int:

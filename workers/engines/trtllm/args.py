@@ -20,8 +20,6 @@ from penstock.infra.engine_args.tree import (
     Tree,
     decode,
     merge,
-    parse_json,
-    parse_yaml,
     section_keys,
     speculation_of,
 )
@@ -178,8 +176,7 @@ def defaults(wanted: TrtllmSettings) -> Tree:
 
 def resolve(
     wanted: TrtllmSettings,
-    extra_yaml: str = "",
-    override_json: str = "",
+    given: Mapping[str, Any],
     *,
     installed: Installed = AS_1_2,
     known: Collection[str] | None = None,
@@ -188,6 +185,7 @@ def resolve(
     """Merge, prune and check.
 
     Args:
+        given: the user's arguments: the YAML with the JSON merged over it.
         installed: a release other than 1.2. What it has beyond 1.2.1 is passed on unchecked; what it has no more is
             left out of our defaults.
         known: keys of the installed AutoDeploy arguments, if they can be read.
@@ -197,13 +195,10 @@ def resolve(
         BadArguments: one line per problem, each with its fix.
     """
     worker = wanted.worker
-    user_args = parse_yaml(extra_yaml) if extra_yaml else {}
-    if override_json:
-        user_args = merge(user_args, parse_json(override_json))
-    length = user_args.get("max_seq_len")
+    length = given.get("max_seq_len")
     if isinstance(length, int) and length > 0:  # our defaults follow the user's length
         wanted = wanted._replace(max_model_len=length)
-    tree = merge(_without_removed(defaults(wanted), installed), user_args)
+    tree = merge(_without_removed(defaults(wanted), installed), given)
     if worker.lora_slots and worker.trtllm_backend == "autodeploy":
         raise BadArguments(["--lora, --lora-folder: AutoDeploy serves no LoRA adapters; use --trtllm-backend pytorch"])
     if wanted.constraints and _takes_grammars(tree, wanted):

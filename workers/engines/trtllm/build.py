@@ -34,7 +34,7 @@ from penstock.schemas import block_hashes
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, ConstraintCompiler, compiler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest
-from penstock.workers.engines.external.arguments import extra_arguments, given_arguments, length_limit
+from penstock.workers.engines.external.arguments import given_arguments, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.images import ImageStore
@@ -361,13 +361,13 @@ def arguments(settings: WorkerSettings, wanted: TrtllmSettings, api: TrtllmApi, 
     Raises:
         BadArguments: see ``args.resolve``.
     """
-    extra, user_args = extra_arguments(settings), given_arguments(settings)
-    speculation = user_args.get("speculative_config") or {}
+    given = given_arguments(settings)
+    speculation = given.get("speculative_config") or {}
     draft = speculation.get("speculative_model") or speculation.get("speculative_model_dir") or ""
     local = draft.startswith(("/", ".", "~")) or draft.count("/") > 1
     context = Context(
         role=wanted.worker.role,  # type: ignore[arg-type]  # a Literal in the settings
-        model_len=wanted.max_model_len if "max_seq_len" not in user_args else None,
+        model_len=wanted.max_model_len if "max_seq_len" not in given else None,
         router_block_size=wanted.worker.block_size,
         shape=_shape(path),
         draft=_shape(Path(draft).expanduser()) if draft else None,
@@ -377,9 +377,7 @@ def arguments(settings: WorkerSettings, wanted: TrtllmSettings, api: TrtllmApi, 
         logits_processors=wanted.processors,
     )
     installed = AS_1_2 if api.version.startswith("1.2.") else Installed(api.arguments, api.sections)
-    return resolve(
-        wanted, extra, settings.override_engine_args, installed=installed, known=api.autodeploy, context=context
-    )
+    return resolve(wanted, given, installed=installed, known=api.autodeploy, context=context)
 
 
 def _takes_images(model: modeldir.ModelDir) -> bool:

@@ -109,7 +109,7 @@ def test_the_worker_takes_the_recipe_and_the_command_that_is_shown(name: str) ->
     path = str(FOLDER / f"{name}.yaml")
     assert (settings.role, settings.engine, settings.extra_engine_args) == (recipe.role, "trtllm", path)
     wanted = args.TrtllmSettings(settings, settings.max_model_len or 32768)
-    resolved = args.resolve(wanted, recipe.text)
+    resolved = args.resolve(wanted, parse_yaml(recipe.text))
     assert resolved.args.tensor_parallel_size == recipe.args.tensor_parallel_size
     assert resolved.args.speculative_config == recipe.args.speculative_config
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import standins
-from tests.workers.engines.contract import ALL, Driver
+from tests.workers.engines.contract import ALL, Driver, inner, made
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "sglang")
 NIXL = standins.FOLDER / "sglang" / "_standin" / "path"
@@ -31,20 +31,8 @@ def standin() -> Iterator[None]:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("SGLANG_STANDIN_KV", str(tmp_path))
     monkeypatch.syspath_prepend(NIXL)
-    with contextlib.ExitStack() as undo:
-
-        def one(**options: Any) -> Driver:
-            driver = Driver(SUBJECT.make(SUBJECT.settings(**options), SUBJECT.quick))
-            undo.callback(driver.engine.close)
-            return driver
-
-        yield one
-
-
-def inner(driver: Driver) -> Any:
-    """The stand-in's Engine."""
-    engine: Any = driver.engine
-    return engine.runtime.llm
+    with contextlib.ExitStack() as open_ones:
+        yield lambda **options: open_ones.enter_context(made(SUBJECT, **options))
 
 
 def scheduler(driver: Driver, rank: int = 0) -> Any:

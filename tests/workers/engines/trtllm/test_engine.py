@@ -12,9 +12,9 @@ from penstock.infra.model import modeldir
 from penstock.infra.model.adapter import AdapterError, AdapterFolder, read_adapter
 from penstock.schemas import block_hashes, wire
 from penstock.schemas.errors import Code
-from penstock.schemas.kv import Cleared, Removed, Stored
+from penstock.schemas.kv import Cleared, Stored
 from penstock.schemas.requests import Sampling
-from penstock.workers.engines.engine_protocol import Engine, EngineError, RequestError
+from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.external import engine as shell
 from penstock.workers.engines.native.build import build as native_engine
 from penstock.workers.engines.native.model.options import NativeOptions
@@ -93,51 +93,6 @@ def test_so_is_the_end_token(make: Make, quirks: Any, prompt: list[int], shown: 
     assert (results.tokens("a"), results.finish("a"), results.outputs["a"][-1].stop_token) == ([eos], "stop", eos)
 
 
-def test_an_answer_that_began_elsewhere_goes_on_where_it_stopped(
-    make: Make, prompt: list[int], expected: list[int]
-) -> None:
-    engine = make()
-    results = run(engine, ask("a", prompt, 24, ignore_eos=True, generated=expected[:10]))
-    assert results.tokens("a") == expected[10:]
-
-
-def test_it_ends_where_the_model_does(make: Make, prompt: list[int]) -> None:
-    engine = make(max_model_len=len(prompt) + 4)
-    results = run(engine, ask("a", prompt, 100, ignore_eos=True))
-    assert len(results.tokens("a")) == 4
-    assert results.finish("a") == "length"
-
-
-def test_every_token_comes_with_its_logarithm_and_the_best(make: Make, prompt: list[int]) -> None:
-    engine = make(override_engine_args='{"sampler_type": "TorchSampler"}')
-    results = run(
-        engine,
-        ask("a", prompt, 6, Sampling(temperature=0.0, logprobs=3), ignore_eos=True),
-        ask("b", prompt, 6, Sampling(temperature=0.0, logprobs=0), ignore_eos=True),
-    )
-    for output in results.outputs["a"]:
-        assert output.logprob is not None
-        assert len(output.logprob.top) == 3
-        assert output.logprob.top[0] == (output.token, output.logprob.logprob)
-    assert [value.top for value in results.logprobs("b") if value] == [()] * 6
-    values = [[value.logprob for value in results.logprobs(key) if value] for key in "ab"]
-    assert values[0] == pytest.approx(values[1], abs=1e-3)
-
-
-def test_samples_follow_their_seed(make: Make, prompt: list[int]) -> None:
-    engine = make()
-    asked = [
-        ask((seed, n), prompt, 12, Sampling(seed=seed), choice=n % 2, ignore_eos=True)
-        for seed in (1, 2)
-        for n in range(4)
-    ]
-    results = run(engine, *asked)
-    for seed in (1, 2):
-        assert results.tokens((seed, 0)) == results.tokens((seed, 2))
-        assert results.tokens((seed, 1)) == results.tokens((seed, 3))
-    assert len({tuple(results.tokens(request.key)) for request in asked}) == 4
-
-
 def test_a_second_prompt_finds_the_first_ones_blocks_and_tenants_find_nothing(make: Make, prompt: list[int]) -> None:
     engine = make()
     tenant = block_hashes.root("rev", salt="tenant")
@@ -149,25 +104,6 @@ def test_a_second_prompt_finds_the_first_ones_blocks_and_tenants_find_nothing(ma
 
 
 # --- refusals and errors
-
-
-@pytest.mark.parametrize(
-    ("request_", "code"),
-    [
-        (ask("a", []), Code.invalid_request),
-        (ask("a", [99_999]), Code.invalid_request),
-        (ask("a", [5], generated=[99_999]), Code.invalid_request),
-        (ask("a", [5], 2, generated=[5, 5]), Code.invalid_request),
-        (ask("a", [5] * LIMIT), Code.context_length_exceeded),
-        (ask("a", [5], 2, Sampling(logit_bias={99_999: 1.0})), Code.invalid_request),
-    ],
-)
-def test_what_can_never_run_is_refused_at_once(make: Make, request_: Any, code: Code) -> None:
-    engine = make()
-    with pytest.raises(RequestError) as error:
-        engine.submit(request_)
-    assert error.value.code == code
-    assert not engine.has_work()
 
 
 def test_without_chunks_a_prompt_longer_than_a_step_is_refused(make: Make) -> None:
@@ -258,46 +194,6 @@ def test_an_error_in_reading_events_is_raised_before_the_next_generation(
 # --- aborts
 
 
-def idle(llm: Any) -> None:
-    """Wait until the stand-in runs nothing."""
-    from tensorrt_llm._standin import hooks
-
-    deadline = time.monotonic() + 10
-    while (found := hooks.counts(llm))["running"] + found["waiting"]:
-        assert time.monotonic() < deadline, found
-
-
-def test_a_cancelled_sequence_has_no_more_output_and_is_aborted(make: Make, prompt: list[int]) -> None:
-    engine = make()
-    llm = engine.runtime.llm
-    engine.submit(ask("a", prompt, 400, ignore_eos=True))
-    engine.submit(ask("b", prompt, 20, ignore_eos=True))
-    results = until(engine, lambda results: len(results.tokens("a")) > 2)
-    assert engine.cancel("a")
-    before = len(results.tokens("a"))
-    until(engine, lambda results: results.ended("b"), results)
-    assert len(results.tokens("a")) == before
-    assert len(results.tokens("b")) == 20
-    idle(llm)
-    assert not engine.cancel("a")
-    assert engine.stats().running == engine.stats().waiting == 0
-    engine.submit(ask("a", prompt, 2))  # its key is free again
-
-
-def test_so_is_one_that_has_not_begun(make: Make, prompt: list[int]) -> None:
-    from tensorrt_llm._standin import hooks
-
-    engine = make()
-    llm = engine.runtime.llm
-    hooks.hold(llm)
-    for n in range(5):
-        engine.submit(ask(n, prompt, 400, ignore_eos=True))
-        assert engine.cancel(n)
-    hooks.free(llm)
-    idle(llm)
-    assert not engine.step().outputs
-
-
 def test_an_abort_that_is_not_answered_leaves_nothing_behind(
     make: Make, quirks: Any, prompt: list[int], monkeypatch: Any
 ) -> None:
@@ -352,17 +248,6 @@ def test_a_long_silence_is_reported(make: Make, prompt: list[int], monkeypatch: 
 # --- events and statistics
 
 
-def test_blocks_are_reported_under_our_names(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
-    engine = make()
-    wanted = names(vocabulary, prompt)
-    results = run(engine, ask("a", prompt, 1))
-    until(engine, lambda results: len(stored(results)) >= len(wanted), results)
-    assert stored(results) == wanted
-    dumped = [event for event in engine.dump() if isinstance(event, Stored)]
-    assert [name for event in dumped for name in block_hashes.split(event.digests)] == wanted
-    assert engine.stats().cached_blocks == len(wanted)
-
-
 def stored(results: Results) -> list[bytes]:
     return [name for event in results.events if isinstance(event, Stored) for name in block_hashes.split(event.digests)]
 
@@ -389,22 +274,6 @@ def of_rank(results: Results, rank: int) -> list[bytes]:
 
 def of_rank_dump(engine: Any, rank: int) -> list[bytes]:
     return [name for event in engine.dump(rank) for name in block_hashes.split(event.digests)]
-
-
-def test_what_is_evicted_is_reported(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
-    engine = make(kv_blocks=0, override_engine_args=f'{{"kv_cache_config": {{"max_tokens": {BLOCK * 12}}}}}')
-    results = run(engine, ask("a", prompt, 1))
-    others = [[token % 900 + 20 for token in range(n, n + 9 * BLOCK)] for n in range(0, 600, 100)]
-    for n, other in enumerate(others):
-        engine.submit(ask(n, other, 1))
-        until(engine, lambda results, n=n: results.ended(n), results)  # type: ignore[misc]
-    until(engine, lambda results: names(vocabulary, prompt)[0] in removed(results), results)
-
-
-def removed(results: Results) -> list[bytes]:
-    return [
-        name for event in results.events if isinstance(event, Removed) for name in block_hashes.split(event.digests)
-    ]
 
 
 def test_lost_events_clear_what_routers_know(make: Make, prompt: list[int]) -> None:
@@ -446,17 +315,6 @@ def test_the_engines_own_metrics_come_beside_ours(make: Make, prompt: list[int])
 
 
 # --- the end
-
-
-def test_closing_ends_what_runs_and_may_be_done_twice(make: Make, prompt: list[int]) -> None:
-    engine: Engine = make()
-    for n in range(4):
-        engine.submit(ask(n, prompt, 400, ignore_eos=True))
-    until(engine, lambda results: bool(results.outputs))
-    began = time.monotonic()
-    engine.close()
-    engine.close()
-    assert time.monotonic() - began < 5
 
 
 # --- LoRA adapters

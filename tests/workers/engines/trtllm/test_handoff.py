@@ -50,22 +50,6 @@ def test_the_answer_is_that_of_one_engine(make: Make, quirks: Any, whole: list[i
     assert first + again.tokens("e") == whole
 
 
-def test_what_was_generated_before_is_part_of_the_prompt(make: Make, whole: list[int]) -> None:
-    prefill, decode = make(role="prefill"), make(role="decode")
-    first, opaque = prefilled(prefill, generated=whole[:4])
-    assert first == whole[4:5]
-    assert went_on(decode, first, opaque, generated=whole[:4]).tokens("d") == whole[5:]
-
-
-def test_the_blocks_of_a_pinned_prompt_are_counted_until_it_is_dropped(make: Make) -> None:
-    prefill = make(role="prefill")
-    prefilled(prefill)
-    assert prefill.stats().pinned_blocks == 4
-    assert prefill.release_pinned("p")
-    assert not prefill.release_pinned("p")
-    assert prefill.stats().pinned_blocks == 0
-
-
 def test_only_one_choice_takes_the_state_over_and_the_others_compute(make: Make, whole: list[int]) -> None:
     prefill, decode = make(role="prefill"), make(role="decode")
     first, opaque = prefilled(prefill)
@@ -122,12 +106,6 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
     hooks.free(llm)
     until(decode, lambda results: bool(aborted))
     assert aborted == [1]
-
-
-def test_an_answer_that_ends_with_its_first_token_is_over(make: Make, whole: list[int]) -> None:
-    prefill = make(role="prefill")
-    results = run(prefill, ask("p", PROMPT, 1, pin=True, token_ids=(whole[0],), ignore_eos=True))
-    assert (results.tokens("p"), results.finish("p")) == (whole[:1], "stop")
 
 
 def test_choices_that_hold_nothing_get_their_first_token_the_ordinary_way(make: Make, whole: list[int]) -> None:

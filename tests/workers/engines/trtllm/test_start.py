@@ -138,17 +138,6 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(standin: None, op
     assert says in str(error.value)
 
 
-def test_what_only_the_engine_refuses_is_reported_in_its_words(make: Make, monkeypatch: Any) -> None:
-    from tensorrt_llm import LLM
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("TorchLlmArgs got invalid argument: x")
-
-    monkeypatch.setattr(LLM, "__init__", refuse)
-    with pytest.raises(BadArguments, match="invalid argument: x"):
-        make()
-
-
 def test_too_few_gpus_end_the_start(make: Make) -> None:
     with pytest.raises(EngineError, match="Only 1 GPUs are available, but 2 are required"):
         make(tensor_parallel_size=2)

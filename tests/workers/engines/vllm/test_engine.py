@@ -1,10 +1,8 @@
 """The vLLM adapter over its stand-in: what the contract of all engines does not ask."""
 
-import asyncio
 import contextlib
 import gc
 import json
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,7 +32,7 @@ from penstock.workers.engines.external.runtime import Inbox
 from penstock.workers.engines.vllm.adapter import PREFIX, SchedulerStats
 from tests import standins
 from tests.adapters import write_adapter
-from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
+from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, inner, made, names, prefilled
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
 PROMPT = WORDS[5:105]
@@ -54,45 +52,8 @@ def standin() -> Iterator[None]:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    with contextlib.ExitStack() as undo:
-
-        def one(**options: Any) -> Driver:
-            driver = Driver(SUBJECT.make(SUBJECT.settings(**options), SUBJECT.quick))
-            undo.callback(driver.engine.close)
-            return driver
-
-        yield one
-
-
-def inner(driver: Driver) -> Any:
-    """The stand-in's AsyncLLM."""
-    engine: Any = driver.engine
-    return engine.runtime.llm
-
-
-def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
-    engine: Any = driver.engine
-
-    async def run() -> Any:
-        found = work()
-        return await found if asyncio.iscoroutine(found) else found
-
-    return engine.runtime.loop.run(run(), 10.0)
-
-
-def test_spans_of_vllm_s_own_are_below_the_worker_s(make: Make) -> None:
-    driver = make()
-    generate, given = inner(driver).generate, []
-
-    def noted(*arguments: Any, **named: Any) -> Any:
-        given.append(named["trace_headers"])
-        return generate(*arguments, **named)
-
-    inner(driver).generate = noted
-    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
-    for key, trace in (("a", headers), ("b", None)):
-        driver.run(ask(key, PROMPT, 2, trace=trace))
-    assert given == [headers, None]
+    with contextlib.ExitStack() as open_ones:
+        yield lambda **options: open_ones.enter_context(made(SUBJECT, **options))
 
 
 def test_an_engine_that_dies_is_an_engine_error_at_the_next_step(make: Make) -> None:
@@ -203,16 +164,6 @@ def test_no_stream_waits_for_a_schema_that_another_request_brings(make: Make, mo
     assert driver.engine.grammars.known(constraint) is None, "its text is no longer kept"
 
 
-def test_a_cancelled_sequence_is_aborted_in_the_engine(make: Make) -> None:
-    driver = make()
-    driver.engine.submit(ask("gone", PROMPT, 300))
-    driver.until(lambda: len(driver.seen.of("gone")) > 2, "its tokens")
-    assert driver.engine.cancel("gone")
-    in_loop(driver, lambda: asyncio.sleep(0.01))
-    core = inner(driver).core
-    assert (core.running, len(core.waiting), core.pool.usage) == ([], 0, 0.0)
-
-
 def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) -> None:
     """The prefill engine drew a token that this one does not: the answer goes on behind that token, not its own."""
     source, target = make(role="prefill"), make(role="decode")
@@ -265,18 +216,6 @@ def test_a_prefill_engine_that_is_gone_costs_a_computation(make: Make) -> None:
     assert (seen.failures, seen.tokens(1)) == ([], whole[1:])
 
 
-def test_a_reset_cache_is_reported(make: Make) -> None:
-    driver = make()
-    driver.answer(ask(0, PROMPT))
-    driver.remembers(PROMPT)
-    driver.idle()
-    assert in_loop(driver, lambda: inner(driver).reset_prefix_cache())
-    driver.until(lambda: driver.fold() == {}, "the removal")
-    assert driver.engine.dump() == []
-    driver.answer(ask(0, PROMPT))
-    driver.remembers(PROMPT)
-
-
 def test_events_that_are_lost_for_good_void_what_was_known(make: Make) -> None:
     driver = make()
     driver.answer(ask(0, PROMPT))
@@ -307,38 +246,11 @@ def test_events_that_are_lost_for_good_void_what_was_known(make: Make) -> None:
     assert fold(driver.engine.dump()) == driver.fold()
 
 
-def test_closing_ends_threads_and_files(make: Make) -> None:
-    make().engine.close()  # what is opened once for all
-
-    def counts() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-    before = counts()
-    for _ in range(2):
-        driver = make(role="decode")
-        driver.engine.submit(ask(0, PROMPT, 200))
-        driver.step()
-        driver.engine.close()
-        driver.engine.close()
-    assert counts() == before
-
-
 def test_an_end_in_order_is_not_reported_as_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     driver = make()
     driver.answer(ask(0, PROMPT, 2))
     driver.engine.close()
     assert "output_handler failed" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [('{"block_sise": 1}', "did you mean block_size"), ('{"max_num_batched_tokens": 2}', "vLLM 0.33.0 refuses")],
-)
-def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, arguments: str, words: str) -> None:
-    before = threading.active_count()
-    with pytest.raises(BadArguments, match=words):
-        make(override_engine_args=arguments)
-    assert threading.active_count() == before
 
 
 def test_as_far_as_rope_scaling_goes_a_longer_length_may_be_asked_for(make: Make, tmp_path: Path) -> None:
@@ -397,12 +309,6 @@ def test_preemptions_and_usage_come_from_the_scheduler() -> None:
         logger.record_sleep_state(1, 0)
         logger.log()
     assert (scheduler.used, scheduler.preemptions) == (0.5, 4)
-
-
-def test_preemptions_are_counted(make: Make) -> None:
-    driver = make(kv_blocks=14, max_model_len=208)
-    driver.run(*(ask(number, WORDS[number * 7 :][:120], 80) for number in range(4)))
-    assert driver.engine.stats().preemptions > 0
 
 
 def test_only_vllm_s_own_series_are_handed_on() -> None:
