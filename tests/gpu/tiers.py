@@ -1,6 +1,7 @@
 """What host memory and a disk behind the KV cache bring: first tokens of prompts that are there, and conversations.
 
 python -m tests.gpu.tiers [--shape 8b] [--folder DIR]     (some three minutes on one GPU)
+python -m tests.gpu.tiers --shape gpt-oss [--no-hybrid]   (sliding windows: in a pool of their own, or in one pool)
 python -m tests.gpu.tiers --demo                          (the demo model on a CPU: whether it runs)
 
 Prints the median time to a first token of a prompt that is computed, or comes from each tier, whose cached tokens are
@@ -17,6 +18,7 @@ import time
 from array import array
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from penstock.infra.model import modeldir
 from penstock.schemas.block_hashes import root
@@ -50,8 +52,7 @@ def first_token(engine: ScheduledEngine, prompt: list[int]) -> tuple[float, int]
 
 def settle(engine: ScheduledEngine) -> None:
     """Wait until all that may be written is in files."""
-    host = engine.scheduler.blocks.host
-    while host is not None and host.disk is not None and (host.unwritten or host.busy):
+    while any(host.disk is not None and (host.unwritten or host.busy) for host in engine.scheduler.kv_cache.hosts):
         engine.step()
         time.sleep(0.001)
 
@@ -65,8 +66,7 @@ def empty(engine: ScheduledEngine) -> None:
 
 
 def of_tiers(engine: ScheduledEngine, tokens: int, vocab: int, repeats: int) -> None:
-    host, draw = engine.scheduler.blocks.host, random.Random(1)
-    assert host is not None
+    draw = random.Random(1)
     times: dict[str, list[float]] = {}
     for number in range(repeats + 1):
         prompt = [draw.randrange(10, vocab) for _ in range(tokens)]
@@ -76,7 +76,8 @@ def of_tiers(engine: ScheduledEngine, tokens: int, vocab: int, repeats: int) -> 
             elif what == "disk":
                 empty(engine)
                 settle(engine)
-                host.forget(files=False)
+                for host in engine.scheduler.kv_cache.hosts:
+                    host.forget(files=False)
             seconds, cached = first_token(engine, prompt)
             wanted = 0 if what == "computed" else (tokens - 1) // BLOCK * BLOCK
             assert cached == wanted, f"{what}: {cached} of {wanted} tokens were cached"
@@ -130,12 +131,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--demo", action="store_true", help="the demo model on a CPU")
     parser.add_argument("--folder", type=Path, help="where files are written; default: a temporary folder")
+    parser.add_argument("--hybrid", action=argparse.BooleanOptionalAction, default=True, help="as --hybrid-kv-cache")
     parser.add_argument("--host-gib", type=float, default=32.0, help="of host memory")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tiers-", dir=given.folder))
     tokens, count, turns, more, answer = (512, 6, 3, 64, 8) if given.demo else (4096, 36, 4, 1024, 32)
     vocab = 1000 if given.demo else SHAPES[given.shape][0]
     sizes = {"block_size": BLOCK, "max_model_len": 2 * tokens, "kv_disk": str(folder), "max_running": 16}
+    sizes |= {"hybrid_kv_cache": given.hybrid}
     held = count * (2 + turns) * more // BLOCK // 3
     sizes |= {
         "kv_blocks": max(held, 3 * tokens // 2 // BLOCK),
@@ -145,17 +148,21 @@ def main() -> None:
     try:
         blocks = engine.scheduler.blocks
         of_tiers(engine, tokens, vocab, 1 if given.demo else 5)
-        host = blocks.host
-        assert host is not None
-        disk, copier = host.disk, engine._copier
-        assert disk is not None
-        behind = HostCache(blocks.total_blocks, disk=disk)
-        for what, tier in (("device only", None), ("host memory", HostCache(host.slots)), ("a disk", behind)):
+        pools: list[Any] = [blocks]
+        if (windows := engine.scheduler.kv_cache.windows) is not None:
+            pools.append(windows)
+        hosts, copiers = [pool.host for pool in pools], (engine._copier, engine._row_copier)
+        in_memory = [HostCache(host.slots) for host in hosts]
+        on_disk = [HostCache(pool.total_blocks, disk=host.disk) for pool, host in zip(pools, hosts, strict=True)]
+        for what, tiers in (("device only", []), ("host memory", in_memory), ("a disk", on_disk)):
             settle(engine)
-            blocks.host, engine._copier = None, None
+            for pool in pools:
+                pool.host = None
             while blocks.evict():
                 pass
-            blocks.host, engine._copier = tier, copier if tier is not None else None
+            engine._copier, engine._row_copier = copiers if tiers else (None, None)
+            for pool, tier in zip(pools, tiers, strict=False):
+                pool.host = tier
             print(f"{count} conversations of {turns} turns, {what:12}", end=" ")
             conversations(engine, count, turns, more, answer, vocab)
     finally:

@@ -4,9 +4,10 @@ python -m tests.gpu.windows [parity] [memory] [speed] [--shape gemma3|gpt-oss] [
 TRITON_INTERPRET=1 python -m tests.gpu.windows parity --device cpu --only gemma3     (without a GPU, slowly)
 python -m tests.gpu.windows memory speed --device cpu --shape tiny --context 1500    (without a GPU)
 
-``parity`` compares the kernels' answers to prompts beyond the window, in one engine and handed off to another, with
-plain torch on a CPU. ``memory`` gives both ways of dividing memory 0.7 of what one pool needs for the context: with one
-pool the prompt is refused, with two it is answered. ``speed`` compares both ways.
+``parity`` compares the kernels' answers to prompts beyond the window, in one engine, handed off to another, and with KV
+from host memory, with a draft model, too, with plain torch on a CPU. ``memory`` gives both ways of dividing memory 0.7
+of what one pool needs for the context: with one pool the prompt is refused, with two it is answered. ``speed`` compares
+both ways.
 """
 
 import argparse
@@ -108,26 +109,39 @@ def parity(asked: argparse.Namespace) -> dict[str, Any]:
         for name in [each for each in FORMS if asked.only in each]:
             path = models.save(name, Path(folder))
 
-            def engine(kernels: bool, path: Path = path) -> ScheduledEngine:
+            def engine(kernels: bool, path: Path = path, blocks: int = 100, **more: Any) -> ScheduledEngine:
                 device = "cuda" if kernels and not INTERPRETED else "cpu"
                 options = NativeOptions(
-                    device=device, dtype="float32", kv_blocks=100, block_size=8, max_running=4, max_batched_tokens=48,
-                    warm=device == "cuda",
+                    device=device, dtype="float32", kv_blocks=blocks, block_size=8, max_running=4,
+                    max_batched_tokens=48, warm=device == "cuda", **more,
                 )  # fmt: skip
                 with interpreted() if kernels and INTERPRETED else contextlib.nullcontext():
                     return build(str(path), options)
 
             plain, alone, source, target = (engine(kernels) for kernels in (False, True, True, True))
-            equal = {"alone": 0, "handed off": 0}
+            longest, host = -(-(max(LENGTHS) + ANSWER) // 8) + 4, {"kv_offloading_size": 1 / 64}
+            kept = engine(True, blocks=longest, **host)
+            drafted = engine(True, blocks=longest, speculative_model=str(path), **host)
+            equal = {"alone": 0, "handed off": 0, "from host memory": 0, "drafted, from host memory": 0}
             for length in LENGTHS:
                 words = models.prompt(length)
                 wanted = models.tokens(models.run(plain, [models.request("a", words, ANSWER)]))["a"]
                 here = models.tokens(models.run(alone, [models.request("a", words, ANSWER)]))["a"]
                 equal["alone"] += here == wanted
                 equal["handed off"] += handed_off(source, target, words, ANSWER) == wanted
-            for each in (plain, alone, source, target):
+                for how, small in (("from host memory", kept), ("drafted, from host memory", drafted)):
+                    assert small.scheduler.kv_cache.windows is not None
+                    for prompt in (words, models.prompt(max(LENGTHS), salt=1), models.prompt(max(LENGTHS), salt=2)):
+                        models.run(small, [models.request("a", prompt, ANSWER)])
+                    equal[how] += models.tokens(models.run(small, [models.request("a", words, ANSWER)]))["a"] == wanted
+            loaded = [sum(host.loaded_blocks for host in each.scheduler.kv_cache.hosts) for each in (kept, drafted)]
+            assert all(loaded), "nothing came back from host memory"
+            accepted = drafted.stats().accepted_tokens
+            assert accepted, "no proposal was accepted"
+            for each in (plain, alone, source, target, kept, drafted):
                 each.close()
             found[name] = {how: f"{count} of {len(LENGTHS)} answers equal" for how, count in equal.items()}
+            found[name] |= {"loaded blocks and rows": loaded, "accepted tokens": accepted}
             print(name, found[name], flush=True)
     return found
 

@@ -167,12 +167,19 @@ def test_tables_follow_preempted_sequences_cached_prefixes_and_proposed_tokens(
     assert found == {key: expected(model, prompt(n), 40) for key, n in lengths.items()}
 
 
-def test_an_eagle_head_proposes_for_a_split_model(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    model, head = model_dir("llama"), random_head(tmp_path / "head", vocab=VOCAB, inputs=64, proposed=100)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_eagle_head_proposes_for_a_split_model(name: str, model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """Rank 0 alone has the head, and its pool; those of sliding windows are of one size in all ranks."""
+    model, head = model_dir(name), random_head(tmp_path / "head", vocab=VOCAB, inputs=64, proposed=100)
     with engine(model, 2, speculative_model=str(head)) as split:
+        assert (split.scheduler.kv_cache.windows is not None) == (name == "gemma3")
         found = tokens(run(split, [request(n, prompt(n), 20) for n in (9, 33)]))
         assert split.stats().draft_tokens
     assert found == {n: expected(model, prompt(n), 20) for n in (9, 33)}
+
+
+def test_a_head_that_lacks_weights_that_are_split_is_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    model = model_dir("llama")
     shared = random_head(tmp_path / "shared", vocab=VOCAB, inputs=64)
     refusal = pytest.raises(UnsupportedModel, match="and the model's is split over GPUs")
     with refusal, engine(model, 2, speculative_model=str(shared)):
