@@ -352,6 +352,7 @@ def info_of(
         logits_processors=logits_processors,
         constraints=OTHERS_CONSTRAINTS if wanted.constraints and args.guided_decoding_backend == GRAMMARS else (),
         max_batched_tokens=args.max_num_tokens or 0,
+        quantization="dynamic" if args.force_dynamic_quantization else "",
     )
 
 

@@ -35,6 +35,11 @@ def whole(make: Make) -> list[int]:
     return run(make(), ask("a", PROMPT, 12, ignore_eos=True)).tokens("a")
 
 
+def test_weights_that_are_quantized_as_they_are_loaded_pair_with_their_like_only(make: Make) -> None:
+    assert make().info.quantization == ""
+    assert make(override_engine_args='{"force_dynamic_quantization": true}').info.quantization == "dynamic"
+
+
 @pytest.mark.parametrize("repeats", [True, False])
 def test_the_answer_is_that_of_one_engine(make: Make, quirks: Any, whole: list[int], repeats: bool) -> None:
     quirks.decode_repeats_first = repeats
