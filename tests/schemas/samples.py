@@ -235,6 +235,13 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         fleet.decode,
     ),
+    "registration_with_gpus_of_two_machines": (
+        fleet.Registration(
+            *("w", "tiny", "aggregated", "vllm", 1, 32, 100, 8, 4096),
+            load=fleet.Load(1, 2, 3, 4, 5, gpus=(fleet.GpuUse("GPU-1a2b3c4d", 80 << 30, 71 << 30, 97, "", "node-2"),)),
+        ),
+        fleet.decode,
+    ),
     "registration_with_adapters": (
         fleet.Registration(
             *("w", "tiny", "aggregated", "native", 1, 32, 100, 8, 4096),

@@ -463,7 +463,10 @@ class WorkerSession:
 
     def _registration(self) -> fleet.Registration:
         own = self.runner.registration(self._state)
-        load = msgspec.structs.replace(own.load, gpus=self._metrics.gpu_use + own.load.gpus)
+        seen: dict[object, fleet.GpuUse] = {}  # two processes of an engine on one machine may see the same GPUs
+        for number, gpu in enumerate(self._metrics.gpu_use + own.load.gpus):
+            seen.setdefault(gpu.id or number, gpu)
+        load = msgspec.structs.replace(own.load, gpus=tuple(seen.values()))
         return msgspec.structs.replace(own, load=load, inbox=self.contents.inbox, reads_packed=True)
 
     async def update_registration(self) -> None:

@@ -487,7 +487,7 @@ def _use_rows(use: WorkerUse) -> Iterator[tuple[str, ...]]:
         memory = f"{show_size(gpu.used_bytes)} of {show_size(gpu.total_bytes)}" if gpu.total_bytes else "?"
         busy = f"{gpu.busy_percent}%" if gpu.busy_percent >= 0 else "?"
         read = (str(number), *((f"[red]{escape(gpu.error)}[/]", "?") if gpu.error else (memory, busy)))
-        yield (*head, *read, *tail) if not number else ("", "", "", *read, *[""] * len(tail))
+        yield (*head, *read, *tail) if not number else ("", "", escape(gpu.host), *read, *[""] * len(tail))
 
 
 def _show(each: CheckResult, console: Console) -> None:

@@ -489,7 +489,7 @@ def check_resources(workers: Sequence[Registration]) -> list[CheckResult]:
     for each in workers:
         name, gpus = each.name or each.worker, each.load.gpus
         for number, gpu in enumerate(gpus):
-            where = f"GPU {number} of {name} on {each.host}"
+            where = f"GPU {number} of {name} on {gpu.host or each.host}"
             if gpu.error:
                 fix = (
                     "look for Xid errors in the log of that machine's kernel and at `nvidia-smi` there; drain the "
@@ -549,7 +549,7 @@ def _use(name: str, worker: Registration, by_gpu: Mapping[str, Sequence[Registra
     )
     parts = [
         f"{name} on {use.host or 'an unknown host'}: {use.running} of {use.slots} slots, {use.waiting} waiting",
-        *(f"GPU {number} {show_gpu(gpu)}" for number, gpu in enumerate(use.gpus)),
+        *(f"GPU {number}{gpu.host and f' on {gpu.host}'} {show_gpu(gpu)}" for number, gpu in enumerate(use.gpus)),
         *([show_connector(use.connector)] if use.connector is not None else []),
         *([use.note] if use.note else []),
     ]

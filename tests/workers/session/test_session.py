@@ -674,6 +674,21 @@ async def test_a_registration_says_for_how_long_the_worker_waits_for_cores(
     await eventually(told)
 
 
+async def test_a_gpu_that_two_processes_of_an_engine_see_is_registered_once(
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread = fleet.GpuUse(error="lost")
+    seen = (fleet.GpuUse("GPU-1", 80, 40), unread, unread, fleet.GpuUse("GPU-1", 80, 40, host="me"))
+    monkeypatch.setattr(type(worker.session._metrics), "gpu_use", property(lambda metrics: seen))
+    await worker.session.update_registration()
+
+    def gpus() -> tuple[fleet.GpuUse, ...]:
+        registered = log.registered(worker.id)
+        return () if registered is None else registered.load.gpus
+
+    await eventually(lambda: gpus() == seen[:3])
+
+
 async def test_cache_events_are_published_in_one_unbroken_row(log: LogClient, worker: WorkerHarness) -> None:
     for i in range(3):
         asked = request([i] * 9)

@@ -500,7 +500,8 @@ class NodeFollower:
 
     def __init__(self, own: JoinRequest, place: Rendezvous, gpus: Callable[[], tuple[GpuUse, ...]] = tuple) -> None:
         self.over: Future[str] = Future()
-        self._gpus = gpus
+        host = socket.gethostname()
+        self._gpus = lambda: tuple(msgspec.structs.replace(gpu, host=host) for gpu in gpus())
         self._own = own
         self._place = place
         self._link: _Link | None = None

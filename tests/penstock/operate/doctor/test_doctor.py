@@ -611,6 +611,7 @@ def gpu(number: int, used_gib: float = 40, busy: int = 0, error: str = "") -> Gp
 @pytest.mark.parametrize(
     ("load", "check", "status", "said"),
     [
+        (Load(gpus=(GpuUse(error="lost", host="i"),)), "GPU", CheckStatus.problem, "GPU 0 of w-1 on i cannot be read"),
         (Load(gpus=(gpu(0, error="GPU is lost"),)), "GPU", CheckStatus.problem, "GPU 0 of w-1 on h cannot be read"),
         (Load(gpus=(gpu(0, 79.5),)), "GPU memory", CheckStatus.warning, "512 MiB of 80.0 GiB free"),
         (Load(gpus=(gpu(0), gpu(1, 0.5), gpu(2, 0))), "unused GPUs", CheckStatus.warning, "sees 3 GPUs, and 2 of them"),
@@ -675,7 +676,7 @@ async def test_what_all_workers_have_in_use_is_a_table_and_a_finding_each(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     connector = ConnectorUse("nixl", 60 * GIB, 8192, 2, 3, 40, 8, 4)
-    gpus = (gpu(0, 71, 97), GpuUse("GPU-mig", 20 * GIB, GIB))
+    gpus = (gpu(0, 71, 97), GpuUse("GPU-mig", 20 * GIB, GIB, host="a2"))  # of an engine on two machines
     for each in (
         worker("w-1", host="a", role="prefill", transfer=Endpoint("h", "nixl"),
                load=Load(running=8, waiting=2, used_blocks=50, gpus=gpus, connector=connector)),
@@ -691,7 +692,7 @@ async def test_what_all_workers_have_in_use_is_a_table_and_a_finding_each(
     assert [" ".join(line.split()) for line in table.splitlines()] == [
         "worker role host GPU memory busy running waiting KV in use handoff memory in handoffs note",
         "w-1 prefill a 0 71.0 GiB of 80.0 GiB 97% 8 2 50% 60.0 GiB 52 blocks hot: no free slot",
-        "1 1.0 GiB of 20.0 GiB ?",
+        "a2 1 1.0 GiB of 20.0 GiB ?",
         "w-2 decode b 0 lost ? 0 0 0% - - idle",
         "w-3 aggregated c - - - 0 0 0% ? 0 blocks idle",
     ]
@@ -699,7 +700,7 @@ async def test_what_all_workers_have_in_use_is_a_table_and_a_finding_each(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     uses = {line["use"]["worker"]: line for line in lines if line["use"] is not None}
     assert uses["w-1"]["what"] == (
-        "w-1 on a: 8 of 8 slots, 2 waiting; GPU 0 71.0 GiB of 80.0 GiB, 97% busy; GPU 1 1.0 GiB of 20.0 GiB, use "
+        "w-1 on a: 8 of 8 slots, 2 waiting; GPU 0 71.0 GiB of 80.0 GiB, 97% busy; GPU 1 on a2 1.0 GiB of 20.0 GiB, use "
         "unknown; nixl, 60.0 GiB registered, 8.0 KiB in buffers, 2 moving, 40 blocks pinned (3 leases), 8 reserved, "
         "4 in quarantine; hot: no free slot"
     )

@@ -121,7 +121,9 @@ async def test_the_leader_knows_the_gpus_of_the_other_machines(group: Group, mon
     info, counts = EngineInfo("vllm", 16, 9, 1, 99, 99, (), True), BlockCounts(0, 0, 9, 0)
     adapter = MagicMock(block_counts=lambda **_: counts)
     engine = ExternalEngine(info, MagicMock(), adapter, gpus=group.leader.gpus)
-    assert engine.stats().gpus == (*of(1), *of(2))
+    assert engine.stats().gpus == tuple(
+        msgspec.structs.replace(gpu, host=socket.gethostname()) for gpu in (*of(1), *of(2))
+    )
 
 
 async def test_a_connection_that_breaks_is_a_lost_machine(group: Group) -> None:
