@@ -213,7 +213,7 @@ class AnnouncedPrompts:
             kv_transfer_of(engine).release(reservation)
 
         leading = NO_LAYERS
-        if layers and positions:
+        if layers and positions and not announced.whole.done():
             with self._freed_if_it_fails(free):
                 leading = await self._reader.fetch_leading(ticket, positions, local, layers)
         try:

@@ -687,6 +687,21 @@ async def test_all_layers_but_the_last_are_read_while_that_is_computed(
     await pair.free()
 
 
+async def test_all_layers_are_read_at_once_where_blocks_are_reserved_only_then(log: LogClient, pair: Pair) -> None:
+    coordinator = pair.decode.session.runner.disaggregation
+    assert pair.prefill.transport is not None
+    ticket = Ticket("r:1:decode", pair.prefill.id, pair.prefill.transport.endpoint, "kv", bytes(32), bytes(32), 1 << 62)
+    coordinator.expect(control.Reserve(ticket.id, ticket.worker, bytes(range(112)), 1, 1))
+    coordinator.expect(control.Fetch(ticket, 3))
+    coordinator.expect(control.Fetch(ticket))
+    reading = announced(pair)._open[ticket.id].reading
+    assert reading is not None
+    assert await reading is not None
+    assert moved(pair) == (1, 8 * 64)
+    coordinator.release(control.Release(ticket.id))
+    await pair.free()
+
+
 async def test_all_layers_are_read_before_the_first_token_is_published(
     log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
