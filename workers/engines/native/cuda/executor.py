@@ -413,12 +413,12 @@ class CudaExecutor:
                 packed = self._pack_single(plan)
             else:
                 packed = self._packing.pack(plan, scoring)
+                if self._others is None and any(each.samples and each.sequence.pin for each in plan):
+                    self._waypoints = []
             self._launched = plan, packed.first_rows
             changes = self._table_rows.take_changes()
             if self._others is not None:
                 self._others(packed_step(packed, changes, eager=bool(scoring)))
-            elif any(scheduled.samples and scheduled.sequence.pin for scheduled in plan):
-                self._waypoints = []
             try:
                 return self._launch(packed, changes, scoring, eager=bool(scoring))
             finally:
