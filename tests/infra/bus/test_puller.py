@@ -13,6 +13,7 @@ from penstock.infra.bus.puller import ACK, HEARTBEAT_S, NAK, Puller
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import CONSUMER, delivered, eventually, make_consumer, opened, publish_jobs, unacked
+from tests.infra.nats_server.support import lose_end
 
 SOON_S = HEARTBEAT_S / 2  # sooner than by any timer, also on a loaded machine
 
@@ -74,6 +75,33 @@ async def test_never_more_is_taken_than_there_is_room_for(bus: Bus, slow: bool) 
     assert taker.most == 5
     assert taker.seen == [b"%d" % job for job in range(40)]
     await taker.puller.close()
+
+
+@pytest.mark.parametrize("done", [0, 2, 6])
+async def test_jobs_in_the_place_of_lost_ones_are_taken(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, done: int
+) -> None:
+    """A broker that lost power has lost the end of the stream, and remembers what it has delivered of it."""
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        await make_consumer(bus)
+        await publish_jobs(bus, *range(6))
+        taker = Taker(bus, slots=20)
+        await taker.puller.start()
+        await eventually(lambda: len(taker.seen) == 6)
+        await taker.finish(done)
+        await bus.nc.flush()
+        while await unacked(bus) != 6 - done:
+            continue
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        lose_end(server.data_dir, subjects.stream("WORK"), 3)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        await publish_jobs(bus, *range(10, 15))
+        await eventually(lambda: set(taker.seen[6:]) >= {b"%d" % job for job in range(10, 15)})
+        await taker.puller.close()
 
 
 async def test_work_that_comes_later_is_taken_at_once(bus: Bus) -> None:
