@@ -6,11 +6,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from nats.errors import Error as NatsError
+
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last, read
 from penstock.launch.readiness import get_url
 from penstock.log_tools.requests.leases import leases
 from penstock.schemas import done, fleet, requests, tokens, usage
+from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import cell_in
 from penstock.schemas.summary import RequestSummary, of_encoded_done
 from penstock.schemas.tokens import PROMPT, WHOLE_REQUEST, TokenItem
@@ -200,9 +203,14 @@ async def until_counted(bus: Bus, seq: int) -> list[UsagePart]:
 async def until_none(look: Callable[[], Awaitable[list[str]]], within_s: float) -> list[str]:
     """What ``look`` finds, once that is nothing, or in the end."""
     deadline = time.monotonic() + within_s
-    while (found := await look()) and time.monotonic() < deadline:  # noqa: ASYNC110 - other processes
+    while True:
+        try:
+            found = await look()
+        except (NatsError, ServingError, TimeoutError) as error:  # the broker restarts, as its disk was full
+            found = [f"the broker does not answer: {error!r}"]
+        if not found or time.monotonic() > deadline:
+            return found
         await asyncio.sleep(POLL_S)
-    return found
 
 
 async def open_leases(bus: Bus) -> list[str]:
