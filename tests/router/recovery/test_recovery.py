@@ -3,15 +3,21 @@
 import asyncio
 import contextlib
 import functools
+import itertools
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar, cast
 
 import pytest
+from nats.errors import Error as NatsError
 from structlog.testing import capture_logs
 
+from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.publisher import Ack, Publisher
+from penstock.infra.bus.worker_leases import EXPIRED
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.router.placement.pending import PendingRequest
@@ -24,6 +30,7 @@ from penstock.schemas import deletions, done, jobs, requests, tokens, wire
 from penstock.schemas.cells import cell_target
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import WorkerState
+from penstock.schemas.jobs import Job
 from penstock.schemas.requests import Fallback, GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
@@ -919,6 +926,151 @@ async def test_no_answer_suffers_when_workers_die_and_drain_under_load(
         await eventually(lambda: all(each.unfinished == {} for each in routers))
         await clients.acknowledged(24)
         await workers[2].frees_everything()
+
+
+class Storm:
+    """Two routers on a broker of their own, and what happens to them at once: a function of a seed, but for times."""
+
+    def __init__(self, server: EmbeddedNats, bus: Bus, routers: list[Routing], seed: int) -> None:
+        self._server = server
+        self._routers = routers
+        self._rng = random.Random(seed)
+        self._numbers = itertools.count()
+        self._storing: set[asyncio.Task[None]] = set()
+        self._away = False
+        self.clients = Clients(LogClient(bus))
+        self.live: dict[str, Stub] = {}
+        self.asked: list[GenerateRequest] = []
+        for each in routers:
+            self._store_late(each.publisher)
+
+    def _store_late(self, publisher: Publisher) -> None:
+        """As if the stream of jobs were slow, or refused half of them for a while."""
+        send = publisher.send
+
+        async def send_late(subject: str, *args: Any, **more: Any) -> "asyncio.Future[Ack]":
+            if ".work." not in subject or self._rng.random() < 0.5:
+                return await send(subject, *args, **more)
+            stored: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
+
+            async def later() -> None:
+                await asyncio.sleep(self._rng.uniform(0.05, 0.6))
+                try:
+                    stored.set_result(await (await send(subject, *args, **more)))
+                except ServingError as error:
+                    stored.set_exception(error)
+                    stored.exception()
+
+            task = asyncio.create_task(later())
+            self._storing.add(task)
+            task.add_done_callback(self._storing.discard)
+            return stored
+
+        publisher.send = send_late  # type: ignore[method-assign,assignment]
+
+    async def act(self) -> None:
+        acts = (
+            self._ask,
+            self._ask,
+            self._ask,
+            self._lose,
+            self._flip,
+            self._kill,
+            self._crash,
+            self._crash,
+            self.join,
+        )
+        await self._rng.choice(acts)()
+
+    async def join(self) -> None:
+        name = f"w{next(self._numbers)}"
+        self.live[name] = await patiently(lambda: self.clients.stub(name))
+
+    async def _ask(self) -> None:
+        for _ in range(self._rng.randint(1, 4)):
+            asked = request(id=new_request_id())
+            await patiently(functools.partial(self.clients.ask, asked))
+            self.asked.append(asked)
+
+    async def _lose(self) -> None:
+        if len(self.live) < 2:
+            await self.join()
+            return
+        stub = self.live.pop(self._rng.choice(sorted(self.live)))
+        for each in self._routers:
+            each.router.cluster.registry.remove(stub.id, EXPIRED)
+        await patiently(stub.stop)
+        await patiently(lambda: self.clients.log.remove_key(stub.id))
+
+    async def _flip(self) -> None:
+        """Each router takes the other for lost, until its next renewal."""
+        for each in self._routers:
+            membership = each.router.intake.membership
+            membership._drop(list(membership.others), "its lease expired")
+
+    async def _kill(self) -> None:
+        if not self._away:
+            self._away = True
+            self._server.kill()
+            await asyncio.sleep(self._rng.uniform(0.0, 0.4))
+            await self._server.start()
+            self._away = False
+
+    async def _crash(self) -> None:
+        await asyncio.gather(self._lose(), self._kill())
+
+    async def finish(self) -> set[str]:
+        """Live workers end what they have got; which requests have no end yet."""
+        newest: dict[str, tuple[str, Job]] = {}
+        for worker, job in await self.clients.work():
+            newest[requests.decode(job.request).id] = worker, job
+        left = {asked.id: asked for asked in self.asked}
+        for name, (worker, job) in newest.items():
+            if worker in self.live:
+                await self.live[worker].finish(left.pop(name), job.attempt)
+        return {*left}
+
+
+async def patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Do something although the broker may be away."""
+    until = time.monotonic() + 30.0
+    while True:
+        try:
+            return await work()
+        except (NatsError, ServingError, TimeoutError, OSError):
+            assert time.monotonic() < until
+            await asyncio.sleep(0.03)
+
+
+@pytest.mark.slow  # the cases that it has found are tests of their own above
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_request_is_placed_although_brokers_workers_and_ownership_are_lost_at_once(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(recovery, "AGAIN_S", 0.5)
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.5)
+    server = make_broker()
+    await server.start()
+    async with (
+        opened(server, subjects) as bus,
+        routing(server, subjects, name="a", max_attempts=100) as one,
+        routing(server, subjects, name="b", max_attempts=100) as two,
+    ):
+        storm, rng = Storm(server, bus, [one, two], seed), random.Random(-seed)
+        await storm.join()
+        await storm.join()
+        acts = []
+        for _ in range(25):
+            acts.append(asyncio.create_task(storm.act()))
+            await asyncio.sleep(rng.choice((0.0, 0.001, 0.01, 0.05, 0.2)))
+        await asyncio.gather(*acts)
+        await storm.join()
+        until = time.monotonic() + 20.0
+        while left := await patiently(storm.finish):
+            assert time.monotonic() < until, left
+            await asyncio.sleep(0.1)
+        await eventually(lambda: one.unfinished == two.unfinished == {})
+        await storm.clients.stop()
 
 
 # -- recover itself -----------------------------------------------------------------------------------------------
