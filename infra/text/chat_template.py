@@ -8,7 +8,6 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from itertools import product
 from typing import Any
@@ -72,11 +71,14 @@ class ChatTemplate:
 
     Attributes:
         own_variables: names that ``render`` gives to the template itself, or that ``apply_chat_template`` reserves.
-        knows_developer: it mentions the role "developer", the newer name of "system".
+        knows_developer: it writes messages of the role "developer", the newer name of "system".
         source: its text.
         needs: what it renders no conversation without: "tools", "documents", or a variable's name; "": nothing.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
         text_arguments: it joins the arguments of a call to its own text, and fails on objects.
+        first_call: of several calls in a message, it writes the first alone.
+        joins_system: of several system messages at the beginning, it writes one alone.
+        leads_system: it leaves out system messages that come later.
         null_content: it leaves out the calls of messages whose content is not null.
         walks_parts: roles in whose messages it takes a list of typed parts and writes their texts.
         keeps_texts: it writes the text of each message, also of those long ago.
@@ -101,12 +103,13 @@ class ChatTemplate:
         except Exception as error:  # of several kinds, SyntaxError and RecursionError among them
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         self.source = source
-        self.knows_developer = "developer" in source
+        self.knows_developer = False
         self._names_reasoning = _READS_REASONING.search(source) is not None
         self._special_tokens = dict(special_tokens)
         self.wants_parts = self.text_arguments = self.null_content = False
         self.needs = self._probe()
         self._try_calls()
+        self._try_systems()
         self.walks_parts = frozenset(role for role in _AROUND if self._walks(role))
         self.keeps_texts = self._keeps_texts()
         self.named: dict[str, ChatTemplate] = {}
@@ -200,13 +203,35 @@ class ChatTemplate:
 
     def _try_calls(self) -> None:
         """Sets ``text_arguments`` and ``null_content``, if it writes calls at all, and no others."""
+        self.first_call = False
         before, _ = _AROUND["tool"]
         result = {"role": "tool", "content": _PROBE, "tool_call_id": _PROBE_CALL["id"], "name": "probe"}
         for self.text_arguments, self.null_content in product((False, True), repeat=2):
-            with suppress(TemplateError):
-                if "sounding" in self.render([*before, result], [_PROBE_TOOL]):
-                    return
+            if self._writes("sounding", [*before, result], _GIVEN["tools"]):
+                other = {**_PROBE_CALL, "id": "call00001", "function": {"name": "plumbing", "arguments": {"x": 1}}}
+                two = {**before[1], "tool_calls": [_PROBE_CALL, other]}
+                messages = [before[0], two, result, {**result, "tool_call_id": "call00001"}]
+                self.first_call = self._writes("plumbing", messages, _GIVEN["tools"]) is False
+                return
         self.text_arguments = self.null_content = False
+
+    def _try_systems(self) -> None:
+        user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+        first, second = ({"role": "system", "content": text} for text in (_PROBE, _SECOND))
+        given = _GIVEN.get(self.needs, {})
+        self.joins_system = any(self._writes(text, [first, second, user], given) is False for text in (_PROBE, _SECOND))
+        later = [first, user, answer, second, user]
+        self.leads_system = any(self._writes(text, later, given) is False for text in (_PROBE, _SECOND))
+        developer = {**first, "role": "developer"}
+        self.knows_developer = "developer" in self.source and bool(self._writes(_PROBE, [developer, user], given))
+
+    def _writes(self, text: str, messages: list[Message], given: Mapping[str, list[Message]]) -> bool | None:
+        """Whether the prompt has a text; None: the template refuses the messages."""
+        try:
+            prompt = self.render(messages, given.get("tools"), PromptEnd.generation, given.get("documents"))
+        except TemplateError:
+            return None
+        return text in prompt
 
     def _probe(self) -> str:
         """What it needs. Sets ``wants_parts``.

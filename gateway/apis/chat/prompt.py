@@ -222,18 +222,56 @@ def _alternating(messages: Messages) -> Messages | None:
     """For a template whose roles must alternate: texts of one role in a row are one message, an empty line apart."""
     out: Messages = []
     for each in messages:
-        last = out[-1] if out else _BARE
-        plain = each.keys() == last.keys() == {"role", "content"}
-        if plain and each["role"] == last["role"]:
-            contents = last["content"], each["content"]
-            if all(isinstance(content, str) for content in contents):
-                merged: Any = "\n\n".join(filter(None, contents))
-            else:
-                merged = [part for content in contents for part in _parts(content)]
-            out[-1] = {**each, "content": merged}
+        if out and each.keys() == out[-1].keys() == {"role", "content"} and each["role"] == out[-1]["role"]:
+            out[-1] = {**each, "content": _joined(out[-1]["content"], each["content"])}
         else:
             out.append(each)
     return out if len(out) < len(messages) else None
+
+
+def _joined(*contents: Any) -> Any:
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(filter(None, contents))
+    return [part for content in contents for part in _parts(content)]
+
+
+def _answered(messages: Messages) -> Messages | None:
+    """For a template that takes no question behind a call or its result: an answer stands between."""
+    out: Messages = []
+    for each in messages:
+        if each["role"] == "user" and out and (out[-1]["role"] == "tool" or out[-1].get("tool_calls")):
+            out.append({"role": "assistant", "content": "Done."})
+        out.append(each)
+    return out if len(out) > len(messages) else None
+
+
+def _with_content(messages: Messages) -> Messages | None:
+    """For a template that refuses answers without content: those of earlier turns are left out."""
+    out = [
+        each
+        for each in messages
+        if each["role"] != "assistant" or each["content"] or each.keys() != {"role", "content"} or each is messages[-1]
+    ]
+    return out if len(out) < len(messages) else None
+
+
+def _one_system(messages: Messages) -> Messages:
+    """System messages at the beginning as one."""
+    count = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    return [{**messages[0], "content": _joined(*(each["content"] for each in messages[:count]))}, *messages[count:]]
+
+
+def suited(messages: Messages, template: ChatTemplate) -> Messages:
+    """Messages without what the template would leave out."""
+    if template.first_call:
+        messages = _one_by_one(messages) or messages
+    if template.joins_system:
+        messages = _one_system(messages)
+    if template.leads_system:
+        messages = _leading_system(_one_system(messages)) or messages
+    return messages
 
 
 def _leading_system(messages: Messages) -> Messages | None:
@@ -261,7 +299,9 @@ def _parts(content: Any) -> list[dict[str, str]]:
 _BARE: dict[str, Any] = {"role": "assistant", "content": ""}
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 # For templates that refuse what clients send: each gives other messages that say the same; None: nothing to change.
-_ADAPTATIONS = (_as_objects, _short_ids, _one_by_one, _leading_system, _no_system, _alternating)
+_CALLS = (_as_objects, _short_ids, _one_by_one)
+_ADAPTATIONS = (*_CALLS, _leading_system, _no_system, _alternating, _answered, _with_content)
+_TOGETHER = (*_CALLS, _leading_system, _answered, _with_content, _alternating)  # where none alone helps
 
 
 def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
@@ -288,7 +328,14 @@ def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
         except TemplateError as error:
             if str(error) != reason:  # it has come further
                 messages, reason = adapted, str(error)
-    raise refusal
+    for adapt in _TOGETHER:
+        messages = adapt(messages) or messages
+    try:
+        return render(messages)
+    except TemplateBudgetError:
+        raise
+    except TemplateError:
+        raise refusal from None
 
 
 _FEW_MESSAGES = 64  # that many are rendered before their length is known
@@ -506,6 +553,16 @@ def _told_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
     return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
+def _described(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools for a template that takes a description and properties for granted."""
+    told = []
+    for tool in tools:
+        given = {key: value for key, value in tool["function"].items() if value is not None}
+        parameters = {"type": "object", "properties": {}, **given.get("parameters", {})}
+        told.append({**tool, "function": {"description": "", **given, "parameters": parameters}})
+    return told
+
+
 def _template_for(body: ChatCompletionRequest, model: ModelDir) -> ChatTemplate:
     """The model's template for this chat: of several, one is for tools.
 
@@ -542,12 +599,19 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     ends = PromptEnd.generation if body.add_generation_prompt is not False else PromptEnd.last_message
     if body.continue_final_message:
         ends = PromptEnd.last_text
-    try:
-        return rendered(messages, lambda each: template.render(each, tools, ends, body.documents, **variables))
-    except TemplateBudgetError as error:
-        raise _too_costly(error) from None
-    except TemplateError as error:
-        raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
+    refusal: TemplateError | None = None
+    for told in (tools, _described(tools)) if tools else (tools,):
+        try:
+            return rendered(
+                suited(messages, template),
+                lambda each, told=told: template.render(each, told, ends, body.documents, **variables),  # type: ignore[misc]
+            )
+        except TemplateBudgetError as error:
+            raise _too_costly(error) from None
+        except TemplateError as error:
+            refusal = refusal or error
+    message = f"the model's chat template rejects these messages: {str(refusal)[:300]}"
+    raise invalid("messages", message)
 
 
 def _too_costly(error: TemplateBudgetError) -> ServingError:

@@ -168,11 +168,77 @@ def test_a_system_message_that_the_template_refuses_is_the_users(context: Prepar
     assert prompt == "[system:Be brief.][user:q][assistant:a][user:Be brief.][user:q]"
 
 
+def test_system_messages_that_the_template_would_leave_out_are_written(context: PrepareContext) -> None:
+    one = (
+        "{{ messages[0].content }}|"
+        "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }},{% endif %}{% endfor %}"
+    )
+    rules = {"role": "system", "content": "Be brief."}
+    more = {"role": "system", "content": [{"type": "text", "text": "!"}]}
+    assert shown(context, one, messages=[rules, more, ASKED]) == "Be brief.\n\n!|q,"
+    answer = {"role": "assistant", "content": "a"}
+    assert shown(context, one, messages=[rules, ASKED, answer, more, ASKED]) == "Be brief.|q,a,!,q,"
+
+
+def test_several_calls_of_which_the_template_writes_the_first_stand_one_by_one(context: PrepareContext) -> None:
+    first = (
+        "{% for m in messages %}{% if m.tool_calls %}<{{ m.tool_calls[0].function.name }}>{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    calls = [said_by(name, f"call_{name}") for name in "ab"]
+    results = [{"role": "tool", "content": f"={name}", "tool_call_id": f"call_{name}"} for name in "ab"]
+    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    assert shown(context, first, messages=messages) == "q<a>=a<b>=b"
+
+
+def test_a_developer_whom_the_template_mentions_and_does_not_write_is_system(context: PrepareContext) -> None:
+    source = (
+        "{# developer #}{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    messages = [{"role": "developer", "content": "Be brief. "}, ASKED]
+    assert shown(context, source, messages=messages) == "Be brief. q"
+
+
+def test_a_question_behind_a_result_is_answered_where_roles_must_alternate(context: PrepareContext) -> None:
+    """As in Mistral's templates, which leave out calls and results when they look at the roles."""
+    source = (
+        "{% set talk = messages|rejectattr('role', 'equalto', 'tool')|rejectattr('tool_calls')|list %}"
+        "{% for m in talk %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    )
+    prompt = shown(context, source, messages=[ASKED, CALLED, RESULT, ASKED])
+    assert prompt == "[user:q][assistant:][tool:r][assistant:Done.][user:q]"
+
+
+def test_an_earlier_answer_without_content_is_left_out_where_it_is_refused(context: PrepareContext) -> None:
+    source = (
+        "{% for m in messages %}{% if not m.content %}{{ raise_exception('no content') }}{% endif %}"
+        "[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    )
+    empty = {"role": "assistant", "content": None}
+    assert shown(context, source, messages=[ASKED, empty, ASKED]) == "[user:q][user:q]"
+
+
+@pytest.mark.parametrize("function", [{"name": "w"}, {"name": "w", "description": None, "parameters": None}])
+def test_a_tool_without_a_description_or_parameters_is_taken_by_any_template(
+    context: PrepareContext, function: dict[str, Any]
+) -> None:
+    source = (
+        "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"
+        "{{ t.function.parameters.properties|length }}{% endfor %}{{ messages[0].content }}"
+    )
+    assert shown(context, source, tools=[{"type": "function", "function": function}]) == "w0Hello"
+
+
 def test_what_no_change_makes_acceptable_is_refused_in_the_templates_words(context: PrepareContext) -> None:
     refuses = "{% if messages|length > 1 %}{{ raise_exception('one message') }}{% endif %}{{ messages[0].content }}"
-    with pytest.raises(ServingError) as caught:
-        shown(context, refuses, messages=[ASKED, CALLED, RESULT])
-    assert "one message" in caught.value.message
+    answer = {"role": "assistant", "content": "a"}
+    for messages in ([ASKED, CALLED, RESULT], [answer, answer], [answer, ASKED, answer], [RESULT, RESULT, ASKED]):
+        with pytest.raises(ServingError) as caught:
+            shown(context, refuses, messages=[*messages, CALLED, RESULT])
+        assert "one message" in caught.value.message
 
 
 @pytest.mark.parametrize("asked", [{"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}])
