@@ -227,6 +227,17 @@ class Follower(Generic[A, C]):
         """End a sequence with an error of its own."""
         self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, message)))
 
+    def _failed(self, sequence: ActiveSequence[C], error: Exception, code: Code | None) -> None:
+        """A call for a sequence has failed.
+
+        Args:
+            code: None: the engine has failed with it.
+        """
+        if code is None:
+            self.broken(error)
+        elif not sequence.cancelled:
+            self._fail(sequence, code, str(error) or type(error).__name__)
+
     def broken(self, error: BaseException) -> None:
         """The engine has failed, and with it all of its sequences."""
         self._broken = True

@@ -282,8 +282,13 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
             prepared = sequence.call.prepare(generated)
             while not await self._generate(sequence, prepared, generated):
                 prepared = sequence.call.prepare(generated)
+        except TimeoutError:
+            late = TimeoutError(f"no KV came from the prefill engine in {self.options.wait_s:g} s")
+            self._failed(sequence, late, Code.transfer_failed)
+        except (ValueError, TypeError) as error:  # it refuses the request, unless it has begun
+            self._failed(sequence, error, Code.engine_error if sequence.responded else Code.invalid_request)
         except Exception as error:
-            self._failed(sequence, error)
+            self._failed(sequence, error, Code.engine_error)
 
     def _name(self) -> str:
         """A request id. SGLang aborts every request whose id begins with the given one, so none is another's prefix."""
@@ -349,16 +354,6 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
 
     async def _take_loads(self) -> None:
         self._loads.take(await self._llm.tokenizer_manager.get_loads())
-
-    def _failed(self, sequence: ActiveSequence[SglangCall], error: Exception) -> None:
-        if sequence.cancelled:
-            return
-        code, message = Code.engine_error, str(error) or type(error).__name__
-        if isinstance(error, TimeoutError):
-            code, message = Code.transfer_failed, f"no KV came from the prefill engine in {self.options.wait_s:g} s"
-        elif isinstance(error, ValueError | TypeError) and not sequence.responded:  # it refuses the request
-            code = Code.invalid_request
-        self._fail(sequence, code, message)
 
     async def check(self) -> None:
         """Look after the engine's processes, and note the load.

@@ -62,7 +62,7 @@ from penstock.workers.engines.trtllm.args import (
     resolve,
 )
 from penstock.workers.engines.trtllm.engine_health import LogWatch
-from penstock.workers.engines.trtllm.engine_inputs import OutputPart, TrtllmOptions, bias
+from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, bias
 from penstock.workers.engines.trtllm.follower import TrtllmCall
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
@@ -411,7 +411,7 @@ def one_token(api: TrtllmApi) -> dict[str, Any]:
     Its cache salt separates it from clients' requests and from the dummy requests of attention DP.
     """
     arguments = engine_inputs.sampling_arguments(
-        Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=(), part=OutputPart(1)
+        Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=(), max_tokens=1
     )
     return {"inputs": [1] * WARM_UP_TOKENS, "sampling_params": api.sampling(**arguments)} | _apart(api)
 

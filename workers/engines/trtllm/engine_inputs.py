@@ -120,25 +120,6 @@ class TrtllmOutputCursor:
         return last_token(new, finish)
 
 
-class OutputPart(NamedTuple):
-    """The part of a choice's output that one call generates.
-
-    Attributes:
-        max_tokens, min_tokens: of this part.
-        counted_prompt: tokens of the prompt that the engine's ``min_tokens`` counts as well.
-        prompt_len: tokens of the client's prompt, which presence and frequency penalties do not count.
-        choice: number of the choice in its request.
-        position: output position at which the part starts.
-    """
-
-    max_tokens: int
-    min_tokens: int = 0
-    prompt_len: int = 0
-    choice: int = 0
-    position: int = 0
-    counted_prompt: int = 0
-
-
 def end_id(stop: Stop, eos: Seq[int]) -> int:
     """The single end token that the engine takes; -1: none."""
     return -1 if stop.ignore_eos or not eos else eos[0]
@@ -149,7 +130,12 @@ def sampling_arguments(
     stop: Stop,
     *,
     eos: Seq[int],
-    part: OutputPart,
+    max_tokens: int,
+    min_tokens: int = 0,
+    counted_prompt: int = 0,
+    prompt_len: int = 0,
+    choice: int = 0,
+    position: int = 0,
     perf_metrics: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
@@ -159,10 +145,14 @@ def sampling_arguments(
 
     Args:
         eos: end tokens of the model.
+        max_tokens, min_tokens: of the tokens that are still to be generated.
+        counted_prompt: tokens of the prompt that the engine's ``min_tokens`` counts as well.
+        prompt_len: tokens of the client's prompt, which presence and frequency penalties do not count.
+        choice: number of the choice in its request.
+        position: of the first of these tokens in the output.
         perf_metrics: have the engine measure the request.
         prompt_logprobs: alternatives per prompt token; None: no log-probabilities of the prompt.
     """
-    max_tokens, min_tokens, prompt_len, choice, position, counted_prompt = part
     ends = stop_ids(stop, eos)
     end = end_id(stop, eos)
     parameters: dict[str, Any] = {
@@ -304,14 +294,12 @@ def prepare(
         request.sampling,
         stop,
         eos=eos,
-        part=OutputPart(
-            max_tokens=limit + repeated,
-            min_tokens=stop.min_tokens - before,
-            counted_prompt=len(request.prompt) + before if options.served.min_tokens == "all" else 0,
-            prompt_len=len(request.prompt),
-            choice=request.choice,
-            position=len(request.generated),
-        ),
+        max_tokens=limit + repeated,
+        min_tokens=stop.min_tokens - before,
+        counted_prompt=len(request.prompt) + before if options.served.min_tokens == "all" else 0,
+        prompt_len=len(request.prompt),
+        choice=request.choice,
+        position=len(request.generated),
         perf_metrics=options.publish or request.trace is not None,
         prompt_logprobs=request.sampling.prompt_logprobs if request.score else None,
     )

@@ -124,22 +124,28 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
 
     # --- requests ---
 
-    def launch(self, sequence: ActiveSequence[TrtllmCall]) -> None:
-        """Submit a sequence."""
-        self.queues.read()
+    async def _follow(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         prepared, sequence.call.prepared = sequence.call.prepared, None
-        if sequence.cancelled or self._broken or prepared is None:
+        if sequence.cancelled or prepared is None:
             return
+        self.queues.read()
         try:
             params = self._api.sampling_params(prepared.sampling)
-            sequence.call.result = self._llm.generate_async(sampling_params=params, **prepared.arguments)
+            result = sequence.call.result = self._llm.generate_async(sampling_params=params, **prepared.arguments)
         except Exception as error:
-            self._failed(sequence, error, at_call=True)
+            self._failed(sequence, error, self._code(sequence, error, at_call=True))
             return
-        name = f"sequence {sequence.call.result.request_id}"
-        sequence.task = self._loop.task(self._follow_result(sequence, prepared), name)
         if sequence.call.adopted:
             self._loop.later(self.options.abort_hold_s + FETCH_MORE_S, self._not_fetched, sequence)
+        try:
+            async for response in result:
+                self._on_output(sequence, prepared, response)
+        except Exception as error:
+            self._failed(sequence, error, self._code(sequence, error, at_call=False))
+            return
+        if not sequence.cancelled and not prepared.cursor.finished:
+            self._fail(sequence, Code.engine_error, NO_REASON)
+        self._metrics.finished(getattr(result, "metrics_dict", None))
 
     def _not_fetched(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Give a sequence up whose KV never came: TensorRT-LLM can lose a block before it was sent, and waits on."""
@@ -148,17 +154,6 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         sequence.cancelled = True  # aborting it is unsafe while its KV may still be on its way
         log.warning("kv_never_came", seconds=self.options.abort_hold_s + FETCH_MORE_S)
         self._fail(sequence, Code.transfer_failed, "the prompt's KV did not come from the prefill worker's engine")
-
-    async def _follow_result(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs) -> None:
-        try:
-            async for response in sequence.call.result:
-                self._on_output(sequence, prepared, response)
-        except Exception as error:
-            self._failed(sequence, error, at_call=False)
-            return
-        if not sequence.cancelled and not prepared.cursor.finished:
-            self._fail(sequence, Code.engine_error, NO_REASON)
-        self._metrics.finished(getattr(sequence.call.result, "metrics_dict", None))
 
     def _on_output(self, sequence: ActiveSequence[TrtllmCall], prepared: TrtllmInputs, response: Any) -> None:
         cached = sequence.first_output(getattr(response, "cached_tokens", 0))
@@ -190,12 +185,10 @@ class TrtllmFollower(Follower[TrtllmApi, TrtllmCall]):
         if cursor.finished and not response.finished:  # else it would keep generating
             self.abort(sequence)
 
-    def _failed(self, sequence: ActiveSequence[TrtllmCall], error: Exception, *, at_call: bool) -> None:
+    def _code(self, sequence: ActiveSequence[TrtllmCall], error: Exception, *, at_call: bool) -> Code | None:
         if not is_request_error(error, self._api.request_error, at_call=at_call):
-            self.broken(error)
-        elif not sequence.cancelled:
-            code = code_of(error, at_call=at_call, adopted=sequence.call.adopted)
-            self._fail(sequence, code, str(error) or type(error).__name__)
+            return None
+        return code_of(error, at_call=at_call, adopted=sequence.call.adopted)
 
     def abort(self, sequence: ActiveSequence[TrtllmCall]) -> None:
         """Abort a sequence, after a bounded wait if its prompt's KV is being fetched: aborting then is unsafe."""

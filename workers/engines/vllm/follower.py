@@ -127,7 +127,7 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
                 log.info("handoff_token_differs", action="continuing after the reported token, from the fetched KV")
                 await self._generate(sequence, sequence.call.prepare_without_handoff())
         except Exception as error:
-            self._failed(sequence, error)
+            self._failed(sequence, error, self._code(sequence, error))
 
     async def _generate(self, sequence: ActiveSequence[VllmCall], prepared: VllmInputs) -> None:
         params = self._api.sampling_params(prepared.sampling)
@@ -173,13 +173,9 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         if new or failure is not None or scored is not None:
             self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored))
 
-    def _failed(self, sequence: ActiveSequence[VllmCall], error: Exception) -> None:
+    def _code(self, sequence: ActiveSequence[VllmCall], error: Exception) -> Code | None:
         if isinstance(error, self._api.dead) or self._llm.errored:
-            self.broken(error)
-        elif not sequence.cancelled:
-            self._fail(sequence, self._code(sequence, error), str(error) or type(error).__name__)
-
-    def _code(self, sequence: ActiveSequence[VllmCall], error: Exception) -> Code:
+            return None
         if isinstance(error, self._api.transient):
             return Code.transfer_failed if sequence.call.prepared.adopted else Code.engine_error
         if isinstance(error, NotImplementedError):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.external.sampling import seed_of, stop_ids
-from penstock.workers.engines.trtllm.engine_inputs import OutputPart, end_id, sampling_arguments
+from penstock.workers.engines.trtllm.engine_inputs import end_id, sampling_arguments
 from tests import standins
 
 with standins.installed():
@@ -20,10 +20,7 @@ EOS = (7, 8)
 
 def asked(sampling: Sampling | None = None, stop: Stop | None = None, **more: Any) -> dict[str, Any]:
     stop = stop or Stop(max_tokens=5)
-    part = {name: more.pop(name) for name in OutputPart._fields if name in more}
-    return sampling_arguments(
-        sampling or Sampling(), stop, eos=EOS, part=OutputPart(**{"max_tokens": stop.max_tokens} | part), **more
-    )
+    return sampling_arguments(sampling or Sampling(), stop, eos=EOS, **{"max_tokens": stop.max_tokens} | more)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1), Sampling(top_p=0.0)])
