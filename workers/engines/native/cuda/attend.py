@@ -133,17 +133,18 @@ def decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr,
     DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
-    DIVIDED: tl.constexpr,
+    DIVIDED: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, kv head, split): one token's queries over a part of its keys. The last split combines all.
 
     DIVIDED: program (item of ``divide``, kv head) instead.
+    FRESH: ``divide`` came just before, so that what it wrote has to be waited for.
     PAIRS: the pool is of 8-bit floats, whose values are read in pairs; see ``_widened``.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     item = row
     if DIVIDED:
-        if PDL:
+        if PDL and FRESH:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         row = tl.load(shares + 1 + item)
@@ -160,7 +161,7 @@ def decode(
     if DIVIDED:
         tiles_per_split = tl.load(shares)
     active_splits = tl.maximum(tl.cdiv(end_tile - first_tile, tiles_per_split), 1)
-    if PDL and not DIVIDED:
+    if PDL and not FRESH:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if split >= active_splits:
@@ -251,17 +252,21 @@ def decode(
             row_sum = tl.where(row_sum > 0, row_sum, 1.0)
             row_acc = tl.zeros((MEMBERS, DIM_P), tl.float32)
             CHUNK: tl.constexpr = 8 if SPLITS > 8 else SPLITS
+            combined = SPLITS  # all loads at once; of a few among many, one by one is faster
+            if DIVIDED:
+                combined = active_splits
             for chunk_start in tl.static_range(0, SPLITS, CHUNK):
-                chunk_splits = chunk_start + tl.arange(0, CHUNK)
-                chunk_mask = (heads < GROUP)[:, None] & (chunk_splits < active_splits)[None, :]
-                chunk_offsets = (first_part + chunk_splits)[None, :] * GROUP_P + heads[:, None]
-                chunk_max = tl.load(part_max + chunk_offsets, mask=chunk_mask, other=float("-inf"))
-                chunk_weights = tl.where(chunk_max == float("-inf"), 0.0, tl.exp2(chunk_max - row_max[:, None]))
-                chunk_acc = tl.load(
-                    part_acc + chunk_offsets[:, :, None] * DIM_P + dims[None, None, :],
-                    mask=chunk_mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0,
-                )  # fmt: skip
-                row_acc += tl.sum(chunk_weights[:, :, None] * chunk_acc, 1)
+                if chunk_start < combined:
+                    chunk_splits = chunk_start + tl.arange(0, CHUNK)
+                    chunk_mask = (heads < GROUP)[:, None] & (chunk_splits < active_splits)[None, :]
+                    chunk_offsets = (first_part + chunk_splits)[None, :] * GROUP_P + heads[:, None]
+                    chunk_max = tl.load(part_max + chunk_offsets, mask=chunk_mask, other=float("-inf"))
+                    chunk_weights = tl.where(chunk_max == float("-inf"), 0.0, tl.exp2(chunk_max - row_max[:, None]))
+                    chunk_acc = tl.load(
+                        part_acc + chunk_offsets[:, :, None] * DIM_P + dims[None, None, :],
+                        mask=chunk_mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0,
+                    )  # fmt: skip
+                    row_acc += tl.sum(chunk_weights[:, :, None] * chunk_acc, 1)
             row_ptrs = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + heads)[:, None] * DIM + dims[None, :]
             row_mask = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
             tl.store(row_ptrs, (row_acc / row_sum[:, None]).to(out.dtype.element_ty), mask=row_mask)

@@ -226,6 +226,7 @@ class PagedAttention:
             shape, pairs = DECODE_FP8, common["DIM"] % 2 == 0 and scratch.padded_dim >= 32
         grid, most = (rows, kv_heads, split_count), 0
         divided = scratch.divides(batch.decodes) and not common["WINDOW"]
+        fresh = divided and self._divided is None
         if divided:
             if self._divided is None:
                 self._divided = self._divide(positions, rows, kv_heads, shape.tile)
@@ -236,7 +237,7 @@ class PagedAttention:
             scratch.accumulators, scratch.maxima, scratch.sums, scratch.counters, scratch.shares, most,
             layer, *scales, *strides,
             GROUP=heads // kv_heads, MEMBERS=next_power_of_2(heads // kv_heads), GROUP_P=scratch.padded_group,
-            TILE=shape.tile, SPLITS=split_count, PDL=pdl, PAIRS=pairs, DIVIDED=divided,
+            TILE=shape.tile, SPLITS=split_count, PDL=pdl, PAIRS=pairs, DIVIDED=divided, FRESH=fresh,
             num_warps=shape.warps, num_stages=shape.stages, **common, **launch_options(pdl),
         )  # fmt: skip
 
