@@ -399,7 +399,7 @@ def handoff(asked: argparse.Namespace) -> None:
 
 def rates(asked: argparse.Namespace) -> None:
     """A prompt of the shape, moved again and again."""
-    size, block, rounds = (4096, asked.block_size, 12) if asked.device == "cuda" else (256, 16, 4)
+    size, block, rounds = (beside.longest - 128, asked.block_size, 12) if asked.device == "cuda" else (256, 16, 4)
     draw = random.Random(1)
     options: dict[str, Any] = {"block_size": block, "kv_blocks": (rounds + 2) * size // block + 8, "max_running": 4,
                                "max_model_len": size + 64, "max_batched_tokens": size}  # fmt: skip

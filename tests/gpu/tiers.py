@@ -28,7 +28,8 @@ from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.runners.token_runner import tier_costs
-from tests.gpu.beside import SHAPES, random_model
+from tests.gpu import beside
+from tests.gpu.beside import SHAPES
 
 ROOT = root("weights")
 BLOCK = 32
@@ -176,7 +177,9 @@ def made(given: argparse.Namespace, options: NativeOptions) -> ScheduledEngine:
 
     if given.demo:
         return build(str(modeldir.DEMO), options)
-    return assemble(describe(random_model(given.shape)), options)
+    assert options.max_model_len is not None
+    beside.longest = options.max_model_len
+    return assemble(describe(beside.random_model(given.shape)), options)
 
 
 if __name__ == "__main__":
