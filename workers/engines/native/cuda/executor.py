@@ -542,9 +542,9 @@ class CudaExecutor:
         draws = packed.draws
         if not draws:
             return self._host_copies.start(None, packed.order, after)
-        waypoints = self._waypoints or ()
-        if self._waypoints is not None and not any(waypoint.layers == 0 for waypoint in waypoints):
+        if self._waypoints is not None and all(waypoint.layers for waypoint in self._waypoints):
             self._note(0)  # the step replayed a graph, or wrote to two pools
+        waypoints = self._waypoints or ()
         if self.continued is not None:
             self.continued.keep(targets, drawn)
 
