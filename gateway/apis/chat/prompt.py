@@ -267,10 +267,10 @@ def suited(messages: Messages, template: ChatTemplate) -> Messages:
     """Messages without what the template would leave out."""
     if template.first_call:
         messages = _one_by_one(messages) or messages
-    if template.joins_system:
+    if template.joins_system or template.leads_system:
         messages = _one_system(messages)
     if template.leads_system:
-        messages = _leading_system(_one_system(messages)) or messages
+        messages = _leading_system(messages) or messages
     return messages
 
 

@@ -1,15 +1,20 @@
 """What a client's chat looks like to the model's template: parts, names, reasoning, tools, documents."""
 
 import dataclasses
+import itertools
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from penstock.gateway.apis.chat import prompt
 from penstock.gateway.apis.chat.bodies import parse_chat
 from penstock.gateway.apis.chat.prompt import chat_prompt
 from penstock.gateway.base.request_bodies import PrepareContext
-from penstock.infra.text.chat_template import ChatTemplate
+from penstock.infra.text.chat_template import ChatTemplate, TemplateError
 from penstock.schemas.errors import Code, ServingError
 from tests.gateway.apis.chat.test_tokenization import body
 
@@ -249,3 +254,58 @@ def test_thinking_is_switched_off_however_a_client_says_so(context: PrepareConte
     assert shown(context, source, thinking={"type": "adaptive"}) == "  Hello"
     given = {"chat_template_kwargs": {"enable_thinking": True}}
     assert shown(context, source, **asked, **given) == "True  Hello"
+
+
+CONTENT = st.sampled_from(["", "a", [{"type": "text", "text": "b"}, {"type": "image"}], [{"type": "image"}]])
+ONE_CALL = st.builds(
+    lambda name, call_id, arguments: {"id": call_id, "function": {"name": name, "arguments": arguments}},
+    st.sampled_from("wv"),
+    st.sampled_from(["call_0", "call_1", "abcdefghi", None]),
+    st.sampled_from([{"x": 1}, "{", {}]),
+)
+SAID = st.builds(
+    lambda role, content, calls, call_id: {
+        "role": role,
+        "content": content,
+        **({"tool_calls": calls} if role == "assistant" and calls else {}),
+        **({"tool_call_id": call_id} if role == "tool" else {}),
+    },
+    st.sampled_from(["system", "user", "assistant", "tool"]),
+    CONTENT,
+    st.lists(ONE_CALL, max_size=3),
+    st.sampled_from(["call_0", "call_1", "abcdefghi"]),
+)
+
+
+def written(messages: list[dict[str, Any]]) -> tuple[list[str], int, list[str]]:
+    """The texts, the number of images, and the names of calls."""
+    contents = [
+        [{"text": each["content"]}] if isinstance(each["content"], str) else each["content"] for each in messages
+    ]
+    parts = [part for content in contents for part in content]
+    texts = [text for part in parts for text in part.get("text", "").split("\n\n") if text not in ("", "Done.")]
+    calls = [call["function"]["name"] for each in messages for call in each.get("tool_calls", ())]
+    return texts, sum("text" not in part for part in parts), calls
+
+
+@given(st.lists(SAID, min_size=1, max_size=8))
+def test_no_change_for_a_template_loses_a_text_an_image_or_a_call(messages: list[dict[str, Any]]) -> None:
+    before = written(messages)
+    for adapt in prompt._ADAPTATIONS:
+        assert written(adapt(messages) or messages) == before, adapt
+    together = messages
+    for adapt in prompt._TOGETHER:
+        together = adapt(together) or together
+    assert written(together) == before
+
+    def refuse(given: list[dict[str, Any]]) -> str:
+        raise TemplateError(str(len(given)))
+
+    with pytest.raises(TemplateError):
+        prompt.rendered(messages, refuse)
+    for first_call, joins, leads in itertools.product((False, True), repeat=3):
+        template = SimpleNamespace(first_call=first_call, joins_system=joins, leads_system=leads)
+        suited = prompt.suited(messages, cast(ChatTemplate, template))
+        assert written(suited) == before
+        assert not leads or all(each["role"] != "system" for each in suited[1:])
+        assert not first_call or all(len(each.get("tool_calls", ())) < 2 for each in suited)
