@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.endpoints import MOST, check_options, ignored_options, listed, unknown_options
+from penstock.gateway.apis.responses.bodies import LEFT_OUT
 from penstock.gateway.base.request_bodies import CHAT, MESSAGE, RESPONSE
 from penstock.schemas.errors import ServingError
 
@@ -54,8 +55,9 @@ def test_many_unknown_options_in_a_list_cost_no_more_than_can_be_shown() -> None
     assert len(unknown_options(MESSAGE, body)) == MOST + 1
 
 
-def test_tools_that_no_model_is_told_of_are_named() -> None:
-    body = json.dumps({"model": "m", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}).encode()
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_tools_that_no_model_is_told_of_are_named(kind: str) -> None:
+    body = json.dumps({"model": "m", "tools": [{"type": "function", "name": "f"}, {"type": kind}]}).encode()
     assert unknown_options(RESPONSE, body) == ["tools[1]"]
     with pytest.raises(ServingError, match=r"unknown options: tools\[1\]"):
         check_options(RESPONSE, body)
