@@ -480,6 +480,7 @@ class Router:
     def _is_over(self, pending: PendingRequest, now_ns: int) -> bool:
         """Whether the request needs no worker: another router has placed it, or it ends here."""
         request, tracker = pending.request, self.cluster.tracker
+        self.cluster.fold_of(request.id)
         active = tracker.request(request.id)
         placed = active is not None and active.echoed and active.attempt >= pending.attempt
         if placed or tracker.ended(request.id):

@@ -193,11 +193,13 @@ class UnownedRequests:
 
     def end(self, request: str) -> bool:
         """The terminal event of a request was read; False: nothing of it was kept."""
-        messages = self._messages.pop(request, None)
-        if messages is None:
-            return False
+        return bool(self.take_of(request))
+
+    def take_of(self, request: str) -> list[Unfolded]:
+        """Remove and return the messages of one request."""
+        messages = self._messages.pop(request, [])
         self._remove(messages)
-        return True
+        return messages
 
     def take(self) -> Iterator[Unfolded]:
         """Remove and yield all messages, those of one request together, the oldest request first.

@@ -319,6 +319,11 @@ class ClusterState:
             self._fold_kept(unfolded)
             await time_slice.yield_if_spent()
 
+    def fold_of(self, request: str) -> None:
+        """Before a decision on a request, which another router may have placed since this one came to hold it."""
+        for unfolded in self._unowned.take_of(request):
+            self._fold_kept(unfolded)
+
     def _on_work(self, entry: Entry) -> None:
         if (request := request_of(entry.headers)) in self._deleted:
             self._came_back(self._bus.subjects.stream("WORK"), entry.seq, request)
@@ -373,6 +378,7 @@ class ClusterState:
 
         If the tail has passed that sequence, it was another message's, which the broker has lost since.
         """
+        self.fold_of(request)
         active = self.tracker.request(request)
         if active is not None and active.attempt == attempt and not active.echoed and 0 < seq <= self._work.position:
             self._work.rewind(seq)

@@ -14,6 +14,7 @@ from penstock.infra.bus.puller import ACK, NAK, sequence
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.held.held_requests import CLAIM_S, HELD_BYTES
 from penstock.router.placement.decision_inputs import Decisions
+from penstock.router.placement.pending import PendingRequest
 from penstock.router.placement.routing import RoutingDecision, RoutingRequest
 from penstock.router.service import router as router_module
 from penstock.router.service.router import READ_AT_ONCE, Router
@@ -841,3 +842,18 @@ async def test_a_draining_worker_is_given_nothing_more(clients: Clients, one: Ro
     await eventually(lambda: one.waiting == [asked.id])
     await clients.stub("w2")
     assert (await clients.placed(asked))[0] == "w2"
+
+
+async def test_a_held_request_that_its_owner_has_placed_is_not_decided_on_again(clients: Clients, one: Routing) -> None:
+    """The owner's job was read, and left unfolded: this router decided for another worker, and reserved it."""
+    asked, cluster = request(), one.router.cluster
+    cluster.owns = lambda model: False
+    cluster.owners_changed()
+    await clients.stub("w1")
+    await clients.stub("w2")
+    await one.knows("w1", "w2")
+    await clients.log.send_job("w2", asked)
+    await eventually(lambda: asked.id in cluster._unowned)
+    assert await one.router.place(PendingRequest(asked, wire.encode(asked), "", time.time_ns()), held=True)
+    assert one.folded == {asked.id: (1, "w2")}
+    assert one.publisher.waiting == 0
