@@ -106,7 +106,6 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
     else:
         disaggregation = pair.decode.session.runner.disaggregation
         monkeypatch.setattr(disaggregation.reader, "fetch", fail)
-        monkeypatch.setattr(disaggregation._announced, "_fetch", fail)
         monkeypatch.setattr(disaggregation.reserver, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
