@@ -297,6 +297,10 @@ class Seen:
         (started,) = [each for each in self.started if each.key == key]
         return started.cached_tokens
 
+    def failure(self, key: object = 0) -> Failure:
+        (failure,) = [each for each in self.failures if each.key == key]
+        return failure
+
     def scores(self, key: object = 0, first: int = 1) -> list[Logprob]:
         """Of the prompt's tokens from ``first`` on, in order and without gaps."""
         found: list[Logprob] = []

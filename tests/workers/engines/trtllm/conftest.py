@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ import torch
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import Sampling, Stop
-from penstock.schemas.tokens import Logprob
-from penstock.workers.engines.engine_protocol import Engine, Failure, Output, PinnedPrompt, SequenceRequest, StepResult
+from penstock.workers.engines.engine_protocol import Engine, SequenceRequest, StepResult
 from tests import standins
+from tests.workers.engines.contract import BOUND_S, Seen
 
 MODEL = modeldir.DEMO
 BLOCK = 16
 LIMIT = 512
 GREEDY = Sampling(temperature=0.0)
-BOUND_S = 30.0
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,38 +84,13 @@ def make(standin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert not left, "threads outlive their engine"
 
 
-class Results:
-    """Everything that steps brought, by key."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepResult] = []
-        self.outputs: dict[object, list[Output]] = {}
-        self.cached: dict[object, int] = {}
-        self.failures: dict[object, Failure] = {}
-        self.pinned: dict[object, PinnedPrompt] = {}
-        self.events: list[Any] = []
+@dataclass
+class Results(Seen):
+    steps: list[StepResult] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
+        super().add(result)
         self.steps.append(result)
-        for output in result.outputs:
-            self.outputs.setdefault(output.key, []).append(output)
-        self.cached |= dict(result.started)
-        self.failures |= {failure.key: failure for failure in result.failures}
-        self.pinned |= {pinned.key: pinned for pinned in result.pinned}
-        self.events += result.events
-
-    def tokens(self, key: object) -> list[int]:
-        return [output.token for output in self.outputs.get(key, [])]
-
-    def ended(self, key: object) -> bool:
-        outputs = self.outputs.get(key)
-        return key in self.failures or bool(outputs and outputs[-1].finish)
-
-    def finish(self, key: object) -> str:
-        return self.outputs[key][-1].finish
-
-    def logprobs(self, key: object) -> list[Logprob | None]:
-        return [output.logprob for output in self.outputs[key]]
 
 
 def until(engine: Engine, done: Callable[[Results], bool], results: Results | None = None) -> Results:
@@ -132,7 +107,8 @@ def run(engine: Engine, *requests: SequenceRequest) -> Results:
     """Submit and step until all have ended."""
     for request in requests:
         engine.submit(request)
-    return until(engine, lambda results: all(results.ended(request.key) for request in requests))
+    keys = {request.key for request in requests}
+    return until(engine, lambda results: keys <= results.ended())
 
 
 def ask(key: object, prompt: Any, max_tokens: int = 8, sampling: Sampling = GREEDY, **more: Any) -> SequenceRequest:

@@ -56,7 +56,7 @@ def test_it_answers_what_our_own_engine_answers(make: Make, prompt: list[int], e
     engine = make()
     results = run(engine, ask("a", prompt, 24, ignore_eos=True), ask("b", prompt[:40], 5))
     assert results.tokens("a") == expected
-    assert results.finish("a") == "length"
+    assert results.of("a")[-1].finish == "length"
     assert len(results.tokens("b")) <= 5
     assert not engine.has_work() or not engine.step().outputs
 
@@ -80,7 +80,7 @@ def test_the_stop_token_is_reported_and_ends_it(
     results = run(engine, ask("a", prompt, 24, token_ids=(stop,), ignore_eos=True))
     end = expected.index(stop) + 1
     assert results.tokens("a") == expected[:end]
-    assert (results.finish("a"), results.outputs["a"][-1].stop_token) == ("stop", stop)
+    assert (results.of("a")[-1].finish, results.of("a")[-1].stop_token) == ("stop", stop)
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -90,15 +90,15 @@ def test_so_is_the_end_token(make: Make, quirks: Any, prompt: list[int], shown: 
     engine = make()
     eos = engine.info.eos_token_ids[0]
     results = run(engine, ask("a", prompt, 9, Sampling(temperature=0.0, logit_bias={eos: 100.0})))
-    assert (results.tokens("a"), results.finish("a"), results.outputs["a"][-1].stop_token) == ([eos], "stop", eos)
+    assert (results.tokens("a"), results.of("a")[-1].finish, results.of("a")[-1].stop_token) == ([eos], "stop", eos)
 
 
 def test_a_second_prompt_finds_the_first_ones_blocks_and_tenants_find_nothing(make: Make, prompt: list[int]) -> None:
     engine = make()
     tenant = block_hashes.root("rev", salt="tenant")
-    assert run(engine, ask("a", prompt, 2)).cached == {"a": 0}
-    assert run(engine, ask("b", prompt, 2)).cached["b"] >= len(prompt) // BLOCK * BLOCK - BLOCK
-    assert run(engine, ask("c", prompt, 2, root=tenant)).cached == {"c": 0}
+    assert run(engine, ask("a", prompt, 2)).cached("a") == 0
+    assert run(engine, ask("b", prompt, 2)).cached("b") >= len(prompt) // BLOCK * BLOCK - BLOCK
+    assert run(engine, ask("c", prompt, 2, root=tenant)).cached("c") == 0
     assert engine.stats().hit_tokens > 0
     assert engine.stats().prompt_tokens == 3 * len(prompt)
 
@@ -129,7 +129,7 @@ def test_a_request_error_fails_its_request_and_no_other(make: Make, prompt: list
 
     monkeypatch.setattr(engine.runtime.llm, "generate_async", generate_async)
     results = run(engine, ask("a", prompt, 4), *(ask(n, prompt[:n], 4) for n in errors))
-    assert {key: failure.code for key, failure in results.failures.items()} == {
+    assert {failure.key: failure.code for failure in results.failures} == {
         5: Code.context_length_exceeded,
         6: Code.invalid_request,
         7: Code.unsupported,
@@ -150,10 +150,10 @@ def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, p
     while sequence.call.result is None:
         engine.step()
     sequence.call.result._inbox.put(ErrorResponse("this one cannot go on"))
-    results = until(engine, lambda results: results.ended("a"))
+    results = until(engine, lambda results: "a" in results.ended())
     hooks.free(engine.runtime.llm)
-    until(engine, lambda results: results.ended("b"), results)
-    assert results.failures["a"].code == Code.engine_error
+    until(engine, lambda results: "b" in results.ended(), results)
+    assert results.failure("a").code == Code.engine_error
     assert len(results.tokens("b")) == 8
 
 
@@ -227,7 +227,7 @@ def test_a_step_waits_but_not_long_and_never_spins(make: Make, prompt: list[int]
     assert steps * shell.WAIT_S * 0.9 <= spent < 20 * steps * shell.WAIT_S
     assert time.thread_time() - cpu < spent / 2
     hooks.free(llm)
-    until(engine, lambda results: results.ended("a"))
+    until(engine, lambda results: "a" in results.ended())
 
 
 def test_a_long_silence_is_reported(make: Make, prompt: list[int], monkeypatch: Any) -> None:
@@ -263,8 +263,8 @@ def test_attention_dp_ranks_are_chosen_and_distinguished(
     assert (stored(results), of_rank(results, 1)) == ([], wanted)
     assert (engine.dump(0), of_rank_dump(engine, 1)) == ([], wanted)
     results = run(engine, ask("b", prompt, 1, rank=0), ask("c", prompt, 1, rank=1))
-    assert results.cached["b"] == 0
-    assert results.cached["c"] > 0
+    assert results.cached("b") == 0
+    assert results.cached("c") > 0
 
 
 def of_rank(results: Results, rank: int) -> list[bytes]:

@@ -203,11 +203,11 @@ def test_kv_that_never_comes_fails_its_request_alone(make: Make, monkeypatch: py
     monkeypatch.setattr(follower, "FETCH_MORE_S", 0.1)
     source, target = make(role="prefill"), make(role="decode", handoff_lease_s=1.0)
     results = run(source, ask("a", PROMPT, 1, pin=True, ignore_eos=True))
-    (pinned,) = results.pinned.values()
+    (pinned,) = results.pinned
     hooks.hold(llm_of(target))
     target.submit(ask("a", PROMPT, 8, generated=results.tokens("a"), opaque=pinned.opaque, ignore_eos=True))
-    results = until(target, lambda results: "a" in results.failures)
-    assert results.failures["a"].code == "transfer_failed"
+    results = until(target, lambda results: "a" in results.ended())
+    assert results.failure("a").code == "transfer_failed"
     hooks.free(llm_of(target))
     assert run(target, ask("b", PROMPT, 3, ignore_eos=True)).tokens("b")
 

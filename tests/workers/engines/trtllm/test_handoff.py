@@ -18,8 +18,8 @@ def prefilled(engine: Any, key: str = "p", sampling: Sampling = GREEDY, **more: 
     """First token and state."""
     generated = more.get("generated", ())
     results = run(engine, ask(key, PROMPT, len(generated) + 1, sampling, pin=True, ignore_eos=True, **more))
-    assert results.finish(key) == "length"
-    pinned = results.pinned[key]
+    assert results.of(key)[-1].finish == "length"
+    (pinned,) = results.pinned
     assert (pinned.blocks, pinned.generations) == ([], [])
     return results.tokens(key), pinned.opaque
 
@@ -50,7 +50,7 @@ def test_the_answer_is_that_of_one_engine(make: Make, quirks: Any, whole: list[i
     first, opaque = prefilled(prefill)
     results = went_on(decode, first, opaque)
     assert first + results.tokens("d") == whole
-    assert results.cached["d"] > 0  # it computed nothing of the prompt
+    assert results.cached("d") > 0  # it computed nothing of the prompt
     again = run(decode, ask("e", PROMPT, 12, ignore_eos=True, generated=first, opaque=prefilled(prefill, "q")[1]))
     assert first + again.tokens("e") == whole
 
@@ -86,7 +86,7 @@ def test_a_transfer_that_fails_is_reported_as_such(make: Make, tmp_path: Any) ->
     for file in tmp_path.iterdir():
         file.unlink()
     results = went_on(decode, first, opaque)
-    assert results.failures["d"].code in ("transfer_failed", "engine_error")
+    assert results.failure("d").code in ("transfer_failed", "engine_error")
 
 
 def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: Any) -> None:
@@ -117,4 +117,4 @@ def test_choices_that_hold_nothing_get_their_first_token_the_ordinary_way(make: 
     prefill = make(role="prefill")
     results = run(prefill, ask("h", PROMPT, 1, pin=True), ask("o", PROMPT, 1))
     assert results.tokens("h") == results.tokens("o") == whole[:1]
-    assert set(results.pinned) == {"h"}
+    assert [each.key for each in results.pinned] == ["h"]

@@ -50,11 +50,11 @@ def test_log_probabilities_of_prefills_tokens_survive_the_handoff_and_its_logits
     asked = Sampling(temperature=0.0, logprobs=2)
     whole = run(decode, ask("w", PROMPT, 6, asked, ignore_eos=True))
     results = run(prefill, ask("p", PROMPT, 1, asked, pin=True, ignore_eos=True))
-    first, opaque = results.tokens("p"), results.pinned["p"].opaque
+    first, opaque = results.tokens("p"), results.pinned[0].opaque
     rest = run(decode, ask("d", PROMPT, 6, asked, generated=first, opaque=opaque, ignore_eos=True))
-    assert rest.failures == {}
+    assert rest.failures == []
     assert [*first, *rest.tokens("d")] == whole.tokens("w")
-    assert rest.cached["d"] > 0
+    assert rest.cached("d") > 0
     assert run(prefill, ask("next", PROMPT, 3, GREEDY, ignore_eos=True)).tokens("next")  # it goes on
 
 
@@ -63,7 +63,7 @@ def test_a_state_that_cannot_be_sent_fails_its_request_alone(make: Make, monkeyp
     real = disagg.encode
     monkeypatch.setattr(disagg, "encode", lambda params: {**real(params), "ctx_usage": object()})
     results = run(prefill, ask("p", PROMPT, 1, pin=True, ignore_eos=True))
-    assert results.failures["p"].code == "transfer_failed" or results.pinned == {}
+    assert results.failure("p").code == "transfer_failed" or results.pinned == []
     monkeypatch.setattr(disagg, "encode", real)
     assert run(prefill, ask("q", PROMPT, 3, ignore_eos=True)).tokens("q")
 

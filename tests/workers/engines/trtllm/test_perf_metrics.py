@@ -99,7 +99,7 @@ def test_the_decode_engine_reports_the_transfer(make: Make) -> None:
     first = run(prefill, ask("p", PROMPT, 2, pin=True, ignore_eos=True, trace=TRACE))
     assert measured(first, "p")["prefill_s"] > 0
     asked = ask(
-        "d", PROMPT, 8, generated=first.tokens("p"), opaque=first.pinned["p"].opaque, ignore_eos=True, trace=TRACE
+        "d", PROMPT, 8, generated=first.tokens("p"), opaque=first.pinned[0].opaque, ignore_eos=True, trace=TRACE
     )
     found = measured(run(decode, asked), "d")
     assert found["kv_transfer_s"] > 0
