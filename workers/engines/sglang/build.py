@@ -71,9 +71,8 @@ def from_settings(
     with contextlib.ExitStack() as undo:
         sockets = OwnFolder("kv")  # of this user alone: writers could forge KV events
         undo.callback(sockets.close)
-        folder = sockets.path
         user_args = arguments.given_arguments(settings)
-        wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks_of(user_args))
+        wanted = wanted_of(settings, model.length.limit(settings.max_model_len), sockets.path, ranks_of(user_args))
         grammars = compiler(path) if standard_tokenizer(path) else None
         wanted = wanted._replace(constraints=grammars is not None)
         resolved = resolve(wanted, user_args, api.arguments)
@@ -110,8 +109,7 @@ def from_settings(
             raise EngineError(f"SGLang chose blocks of {size} tokens for this model; use --block-size {size}")
         warm_up(llm, loop, loads, pair=resolved.pair)
         info = info_of(llm, settings, resolved, model, loads, load_seconds=time.perf_counter() - began)
-        if grammars is not None:
-            info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
+        info = msgspec.structs.replace(info, constraints=() if grammars is None else OTHERS_CONSTRAINTS)
         if resolved.pair:
             offered = layout(api.version, resolved.tree, model.revision)
             backend = f"sglang {resolved.tree['disaggregation_transfer_backend']}"

@@ -207,7 +207,7 @@ def from_settings(
             logits_processors=() if processors is None else processors.names,
         )
         info = msgspec.structs.replace(info, ignored_options=served.ignored)
-        images = _image_store(plan.model, settings)
+        images = image_store(settings, plan.model)
         options = _options(plan, settings, info, processors, images)._replace(
             served=served, one_token=lambda: one_token(plan.api)
         )
@@ -385,7 +385,7 @@ def _takes_images(model: modeldir.ModelDir) -> bool:
     return model.vision is not None and model.vision.hidden > 0 and model.vision.patches is None
 
 
-def _image_store(model: modeldir.ModelDir, settings: WorkerSettings) -> ImageStore | None:
+def image_store(settings: WorkerSettings, model: modeldir.ModelDir) -> ImageStore | None:
     """Images and embeddings until their prompts are computed; None: the model takes no images."""
     if model.vision is None or not _takes_images(model):
         return None

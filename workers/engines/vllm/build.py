@@ -70,11 +70,10 @@ def from_settings(
     with contextlib.ExitStack() as undo:
         sockets = OwnFolder("kv")  # of this user alone: writers could forge KV events
         undo.callback(sockets.close)
-        folder = sockets.path
         grammars = compiler(path) if standard_tokenizer(path) else None
         if grammars is not None:
             api.take_grammars_unchecked()
-        resolved, variables = arguments(settings, api, model, folder, constraints=grammars is not None)
+        resolved, variables = arguments(settings, api, model, sockets.path, constraints=grammars is not None)
         if processors is not None:
             variables[plugin.PROCESSORS] = msgspec.json.encode((str(path.absolute()), *edits)).decode()
         scheduler = SchedulerStats()
@@ -97,24 +96,21 @@ def from_settings(
             raise EngineError(
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
             )
-        if grammars is not None:
-            info = msgspec.structs.replace(info, constraints=OTHERS_CONSTRAINTS)
-        options = VllmOptions(block_hashes.root(model.revision), info.handoff_layout, processors=processors)
-        if processors is not None:
-            info = msgspec.structs.replace(info, logits_processors=processors.names)
-        if model.vision is not None and takes_images(settings, model):
-            config = msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
-            # vLLM 0.32's engine ends when embeddings of different sizes meet in a step, with models that cut tiles.
-            takes_embeddings = resolved.tree.get("enable_mm_embeds") and model.vision.tiles is None
-            dtype = dtype_of(settings.dtype, config) if takes_embeddings else None
-            base = model.vision.image_tokens if model.vision.tiles is None else model.vision.tiles.base
-            slot_tokens = base if model.vision.patches is None else GRID_SLOT_TOKENS
-            slots = settings.embed_slots
-            # Its engine ends where embeddings of different sizes meet in a step.
-            store = ImageStore("vLLM", model.vision, slots, slot_tokens, dtype, files=True, equal=True)
-            options = options._replace(images=store, vision=model.vision)
+        store = image_store(settings, model, embeddings=bool(resolved.tree.get("enable_mm_embeds")))
+        info = msgspec.structs.replace(
+            info,
+            constraints=() if grammars is None else OTHERS_CONSTRAINTS,
+            logits_processors=() if processors is None else processors.names,
             # A decode engine names blocks and positions by the images, and computes the prompt if the KV is lost.
-            info = msgspec.structs.replace(info, media_with_kv=True)
+            media_with_kv=store is not None,
+        )
+        options = VllmOptions(
+            block_hashes.root(model.revision),
+            info.handoff_layout,
+            images=store,
+            vision=model.vision if store is not None else None,
+            processors=processors,
+        )
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = adapter_of(info, runtime, options, scheduler)
@@ -177,6 +173,22 @@ def arguments(
 def takes_images(settings: WorkerSettings, model: modeldir.ModelDir) -> bool:
     """Whether prompts may have images."""
     return model.vision is not None and settings.role != "encode"
+
+
+def image_store(settings: WorkerSettings, model: modeldir.ModelDir, *, embeddings: bool) -> ImageStore | None:
+    """Images and embeddings until their prompts are computed; None: the model takes no images.
+
+    Args:
+        embeddings: vLLM takes them. 0.32's engine ends where some of different sizes meet in a step.
+    """
+    vision = model.vision
+    if vision is None or not takes_images(settings, model):
+        return None
+    config = msgspec.json.decode((model.path / "config.json").read_bytes(), type=dict[str, Any])
+    dtype = dtype_of(settings.dtype, config) if embeddings and vision.tiles is None else None
+    base = vision.image_tokens if vision.tiles is None else vision.tiles.base
+    slot_tokens = base if vision.patches is None else GRID_SLOT_TOKENS
+    return ImageStore("vLLM", vision, settings.embed_slots, slot_tokens, dtype, files=True, equal=True)
 
 
 def info_of(
