@@ -49,6 +49,7 @@ class UsageLedger:
         self._leads = leads
         self._records = bus.subjects.stream("DONE")
         self._part: UsagePart | None = None  # the open part; None: it has to be read
+        self._stale = False  # it has to be read again before the next count
         self._revision = 0  # of that part in the stream; 0: not stored yet
         self._reported = 0.0
         self._time_slice = TimeSlice()
@@ -78,9 +79,10 @@ class UsageLedger:
         """
         entries, missed = list(self._ended), len(self._ended) == self._ended.maxlen
         self._ended.clear()
+        stale, self._stale = self._stale, False
         if not self._leads():
             self._part = None
-        elif self._part is None or missed or (entries and entries[-1].seq <= self._part.last):
+        elif stale or self._part is None or missed or (entries and entries[-1].seq <= self._part.last):
             # ``_resume`` reads these entries, too. If they are older than the counted ones, the log was recreated, or
             # ``_resume`` has read them before.
             await self._resume()
@@ -93,7 +95,7 @@ class UsageLedger:
 
     async def _read_again(self) -> None:
         """Read the ledger again before the next count: after a reconnect, the log may have changed."""
-        self._part = None
+        self._stale = True
 
     async def _resume(self) -> None:
         """Find the end of the ledger, and count the records in the log after it."""

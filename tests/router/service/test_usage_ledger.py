@@ -224,6 +224,31 @@ async def test_a_router_that_does_not_lead_counts_nothing(bus: Bus) -> None:
     assert (await total(bus)).requests == 1
 
 
+async def test_a_reconnect_within_a_count_makes_the_next_one_read_the_ledger_again(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made the count fail, with an error of ours in the log."""
+    ledger = UsageLedger(bus, deque(maxlen=8), lambda: True)
+    counted, resumed = ledger._counted, ledger._resume
+    resumes = 0
+
+    async def reconnected(entry: Entry) -> Any:
+        await ledger._read_again()
+        return await counted(entry)
+
+    async def resume() -> None:
+        nonlocal resumes
+        resumes += 1
+        await resumed()
+
+    monkeypatch.setattr(ledger, "_counted", reconnected)
+    monkeypatch.setattr(ledger, "_resume", resume)
+    for number in (1, 2):
+        await publish(bus, asked(), 10, 3)
+        await ledger.count()
+        assert (await total(bus)).requests == resumes == number
+
+
 async def test_a_ledger_that_has_counted_nothing_yet_is_gone_on_with(bus: Bus) -> None:
     for _ in range(2):
         await UsageLedger(bus, deque(maxlen=8), lambda: True).count()
