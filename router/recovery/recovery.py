@@ -40,6 +40,7 @@ log = structlog.get_logger("router")
 SCAN_S = 1.0
 SCANS_LEFT = 2
 SCANS_UNHELD = 10  # longer than any step between the end of an attempt and the decision on the next
+LOOK_AGAIN_S = 3.0
 AGAIN_S = 10.0  # until the next look for a job that the log does not have, or whose recovery failed
 RETURNS_REMEMBERED = 50_000
 FEW = 8  # requests of one shard lie far apart
@@ -98,6 +99,7 @@ class Recovery:
         self._unheld: dict[tuple[str, int], int] = {}  # request, attempt -> scans
         self._job_lost: dict[str, tuple[int, int]] = {}  # by request: attempt, sequence that its job had in WORK
         self._looked = -1  # reconnects at the last look for lost jobs
+        self._look_at = 0.0  # monotonic time of the next one at the earliest
         self._postponed: OrderedDict[tuple[str, int], float] = OrderedDict()  # request, seq in WORK -> monotonic time
         self._time_slice = TimeSlice()
 
@@ -161,7 +163,8 @@ class Recovery:
         A broker that lost power, or whose disk is damaged, has lost messages that it had stored.
         """
         cluster, links = self._cluster, self._bus.reconnects
-        if (links == self._looked and not cluster.cut_off) or not self._bus.connected:
+        known = links == self._looked and not cluster.cut_off
+        if known or not self._bus.connected or time.monotonic() < self._look_at:
             return
         try:
             await cluster.fold_unowned()
@@ -171,6 +174,7 @@ class Recovery:
                 del cluster.cut_off[0]
         except ServingError as error:
             log.warning("lost_jobs_unknown", error=error.message)
+            self._look_at = time.monotonic() + LOOK_AGAIN_S
             return
         self._looked = links
         if lost:
