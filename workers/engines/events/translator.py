@@ -1,12 +1,13 @@
-"""Translates KV events of vLLM and SGLang, and makes one ordered stream of those of several publishers. Pure.
+"""Translates KV events of other packages' engines, and makes one ordered stream of those of several publishers. Pure.
 
 There is one ``EventTranslator`` per publisher (data-parallel rank): block hashes become our block names, from tokens
-and parents. The formats differ in two things. Where a block belongs to a tenant, vLLM names the salt among the
-``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of every block. With a draft head, SGLang's blocks
-have pairs of a token and the next one; blocks with one name can then differ in what follows, and the name is removed
-with the last of them. vLLM may keep two copies of a block and reports each; here the block is removed with the first of
-them, so that a router knows of fewer blocks than there are, never of more. A block that cannot be named for certain
-(unknown parent, another block size, media without a digest of ours) is left out.
+and parents. ``PublishedFormat`` reads vLLM's and SGLang's events (TensorRT-LLM's: ``trtllm/kv_events``). Where a block
+belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of
+every block. With a draft head, SGLang's blocks have pairs of a token and the next one; blocks with one name can then
+differ in what follows, and the name is removed with the last of them. vLLM may keep two copies of a block and reports
+each; here the block is removed with the first of them, so that a router knows of fewer blocks than there are, never of
+more. A block that cannot be named for certain (unknown parent, another block size, media without a digest of ours) is
+left out.
 
 Announced blocks are closed towards the front, as routers expect: a device block is visible while it and all its
 ancestors are in device memory. A block that is stored below a missing parent stays hidden until the parent is stored

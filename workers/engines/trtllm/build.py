@@ -208,9 +208,7 @@ def from_settings(
         )
         info = msgspec.structs.replace(info, ignored_options=served.ignored)
         images = image_store(settings, plan.model)
-        options = _options(plan, settings, info, processors, images)._replace(
-            served=served, one_token=lambda: one_token(plan.api)
-        )
+        options = _options(plan, info, served, processors, images)
         runtime = EngineRuntime(llm, plan.api, loop, undo.pop_all())
     adapters = loras(runtime, settings, options.one_token) if settings.lora_slots else None
     adapter = adapter_of(info, runtime, options, metrics, images)
@@ -284,8 +282,8 @@ def _start(plan: _Plan, undo: contextlib.ExitStack) -> tuple[LoopThread, Any]:
 
 def _options(
     plan: _Plan,
-    settings: WorkerSettings,
     info: EngineInfo,
+    served: ServedOptions,
     processors: "TrtllmProcessors | None",
     images: ImageStore | None,
 ) -> TrtllmOptions:
@@ -299,9 +297,11 @@ def _options(
         scheduling=api.scheduling if info.dp_size > 1 else None,
         logprob=api.logprob,
         vocab_size=info.vocab_size,
+        served=served,
+        one_token=partial(one_token, api),
         publish=plan.wanted.worker.publish_events_and_metrics,
         trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
-        abort_hold_s=settings.handoff_lease_s,
+        abort_hold_s=plan.wanted.worker.handoff_lease_s,
         processors=processors,
         continuing=_continuing(plan, info),
         image_inputs=None if images is None else partial(engine_inputs.image_inputs, plan.model, images),

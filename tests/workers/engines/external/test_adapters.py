@@ -214,7 +214,6 @@ def test_what_the_package_refuses_is_said_with_its_version_and_leaves_nothing(
         ({"override_engine_args": '{"dtypo": 1}'}, "dtypo: no such key"),
         ({"extra_engine_args": "/gone.yaml"}, "--extra-engine-args"),
         ({"override_engine_args": '{"dtype": "au'}, "--override-engine-args: not JSON"),
-        ({"override_engine_args": "[1]"}, "--override-engine-args: "),
         ({"max_model_len": 1 << 20}, "this model takes"),
     ],
 )

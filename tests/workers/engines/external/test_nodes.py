@@ -1,6 +1,7 @@
 """How the machines of one engine meet, agree, and notice that one of them is gone."""
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from penstock.workers.engines.external.nodes import (
     NodeFollower,
     Rendezvous,
     Start,
+    address,
+    environ,
     interface,
     meeting,
     objection,
@@ -217,3 +220,16 @@ def test_ranks_are_told_by_which_interface_others_reach_them() -> None:
     assert towards("127.0.0.1") == "127.0.0.1"
     assert reached_at("127.0.0.1", "OWN") == {"OWN": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     assert meeting(Rendezvous(2, "::1", 29500, 1.0)) == "[::1]:29501"
+
+
+def test_variables_are_set_for_the_engine_s_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_A", "theirs")
+    monkeypatch.delenv("PENSTOCK_B", raising=False)
+    with environ({"PENSTOCK_A": "ours", "PENSTOCK_B": "ours"}):
+        assert (os.environ["PENSTOCK_A"], os.environ["PENSTOCK_B"]) == ("theirs", "ours")
+    assert os.environ["PENSTOCK_A"] == "theirs"
+    assert "PENSTOCK_B" not in os.environ
+
+
+def test_the_address_towards_the_broker_is_this_machine_s() -> None:
+    assert address("nats://127.0.0.1:4222,nats://127.0.0.1:4223") == "127.0.0.1"

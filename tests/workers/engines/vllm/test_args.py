@@ -1,7 +1,6 @@
 """Arguments of vLLM: ours, the user's, and what is refused."""
 
 import itertools
-import os
 import runpy
 import socket
 from pathlib import Path
@@ -9,16 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.workers.engines import budgets
 from penstock.workers.engines.engine_protocol import EngineError
-from penstock.workers.engines.external.arguments import given_arguments
-from penstock.workers.engines.external.event_streams import channels
-from penstock.workers.engines.external.nodes import address, environ
 from penstock.workers.engines.vllm.args import (
     MULTIMODAL,
     ResolvedVllmArgs,
@@ -248,31 +243,6 @@ def test_without_kv_events_nothing_is_published(tmp_path: Path) -> None:
         wanted_of(read("--max-model-len", "200"), 100, tmp_path, 1)
 
 
-def test_a_folder_whose_path_is_too_long_for_sockets_is_named_with_the_fix() -> None:
-    long, most = Path("/" + "t" * 100), Path("/" + "t" * 99)
-    with pytest.raises(EngineError, match=r"t is too long .* set TMPDIR to a shorter folder"):
-        wanted_of(read(), 4096, long, 1)
-    assert wanted_of(read("--no-use-kv-events"), 4096, long, 1).events == ""
-    with zmq.Context() as context, context.socket(zmq.SUB) as used, pytest.raises(zmq.ZMQError, match="No such file"):
-        used.bind(wanted_of(read(), 4096, most, 1).events)  # as far as its length goes, it can be used
-
-
-def test_several_ranks_have_ports_in_a_row(tmp_path: Path) -> None:
-    events, replay = channels(tmp_path, 4)
-    first, second = (int(each.rpartition(":")[2]) for each in (events, replay))
-    assert second == first + 4
-    assert events.startswith("tcp://127.0.0.1:")
-
-
-def test_the_json_is_laid_over_the_yaml(tmp_path: Path) -> None:
-    file = tmp_path / "args.yaml"
-    file.write_text("gpu_memory_utilization: 0.5\nkv_events_config: {hwm: 5}\n")
-    settings = read("--extra-engine-args", str(file), "--override-engine-args", '{"kv_events_config": {"topic": "t"}}')
-    assert given_arguments(settings) == {"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 5, "topic": "t"}}
-    with pytest.raises(BadArguments, match="--extra-engine-args"):
-        given_arguments(read("--extra-engine-args", str(tmp_path / "none")))
-
-
 def test_the_device_is_that_of_the_build() -> None:
     for device, cpu in (("auto", True), ("auto", False), ("cpu", True), ("cuda", False)):
         on_device(read("--device", device), cpu)
@@ -290,21 +260,11 @@ def test_threads_that_are_counted_are_not_bound_to_cores(monkeypatch: pytest.Mon
     assert on_device(read("--threads", "3"), True) == {}
 
 
-def test_variables_are_set_for_the_engine_s_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_A", "theirs")
-    monkeypatch.delenv("PENSTOCK_B", raising=False)
-    with environ({"PENSTOCK_A": "ours", "PENSTOCK_B": "ours"}):
-        assert (os.environ["PENSTOCK_A"], os.environ["PENSTOCK_B"]) == ("theirs", "ours")
-    assert os.environ["PENSTOCK_A"] == "theirs"
-    assert "PENSTOCK_B" not in os.environ
-
-
 def test_the_side_channel_is_this_machine_s_and_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
     first, second = (side_channel("nats://127.0.0.1:4222", 2)["VLLM_NIXL_SIDE_CHANNEL_PORT"] for _ in range(2))
     assert first != second
     assert side_channel("nats://127.0.0.1:4222")["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
-    assert address("nats://127.0.0.1:4222,nats://127.0.0.1:4223") == "127.0.0.1"
 
 
 def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

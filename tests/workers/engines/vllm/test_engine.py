@@ -27,8 +27,6 @@ from penstock.schemas.requests import Constraint, Sampling
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.external import constrained, handoff_state
 from penstock.workers.engines.external.engine_metrics import NativeSeries
-from penstock.workers.engines.external.event_streams import subscribe
-from penstock.workers.engines.external.runtime import Inbox
 from penstock.workers.engines.vllm.adapter import PREFIX, SchedulerStats
 from tests import standins
 from tests.adapters import write_adapter
@@ -271,11 +269,6 @@ def test_as_far_as_rope_scaling_goes_a_longer_length_may_be_asked_for(make: Make
     assert (length(0), length(named + 1)) == (named, named + 1)
     with pytest.raises(BadArguments, match=f"takes {2 * named}"):
         length(2 * named + 1)
-
-
-def test_an_endpoint_of_events_that_cannot_be_used_is_named() -> None:
-    with pytest.raises(EngineError, match="no-such-host"):
-        subscribe({"endpoint": "tcp://no-such-host.invalid:x"}, 0, Inbox())
 
 
 def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
