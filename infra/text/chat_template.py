@@ -82,6 +82,7 @@ class ChatTemplate:
         null_content: it leaves out the calls of messages whose content is not null.
         walks_parts: roles in whose messages it takes a list of typed parts and writes their texts.
         keeps_texts: it writes the text of each message, also of those long ago.
+        omits: "tools", "calls": what it never writes.
         named: the model's templates for other occasions: "tool_use", "rag".
     """
 
@@ -204,6 +205,8 @@ class ChatTemplate:
     def _try_calls(self) -> None:
         """Sets ``text_arguments`` and ``null_content``, if it writes calls at all, and no others."""
         self.first_call = False
+        told = self._writes("probe", [{"role": "user", "content": "u"}], _GIVEN["tools"])
+        self.omits: tuple[str, ...] = ("tools",) if told is False else ()
         before, _ = _AROUND["tool"]
         result = {"role": "tool", "content": _PROBE, "tool_call_id": _PROBE_CALL["id"], "name": "probe"}
         for self.text_arguments, self.null_content in product((False, True), repeat=2):
@@ -214,6 +217,7 @@ class ChatTemplate:
                 self.first_call = self._writes("plumbing", messages, _GIVEN["tools"]) is False
                 return
         self.text_arguments = self.null_content = False
+        self.omits += ("calls",)
 
     def _try_systems(self) -> None:
         user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}

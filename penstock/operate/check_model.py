@@ -300,7 +300,8 @@ class _Check:
         return template
 
     def _parsers(self, template: ChatTemplate) -> None:
-        source = template.suited(tools=True).source
+        suited = template.suited(tools=True)
+        source = suited.source
         for name, found, flag in (
             ("reasoning", reasoning_parser(AUTO, source), "--reasoning-parser"),
             ("tool calls", tool_call_parser(AUTO, source), "--tool-call-parser"),
@@ -309,6 +310,9 @@ class _Check:
                 self._add("ok", name, f"{found}, by the marks in the template")
             else:
                 self._add("note", name, f"no parser fits the template; if the model has them, name one with {flag}")
+        if suited.omits:
+            omitted = " and no ".join(suited.omits)
+            self._add("note", "tool calls", f"the template writes no {omitted}; name another with --chat-template FILE")
 
     def _sample(self, template: ChatTemplate | None, tokenizer: Any) -> tuple[str, str] | None:
         if template is None:

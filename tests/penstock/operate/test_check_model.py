@@ -132,6 +132,19 @@ def test_what_a_template_refuses_or_needs_is_said(folder: Path) -> None:
     assert any("without tools" in text for _, text in said(check(folder), "chat template"))
 
 
+def test_what_a_template_never_writes_is_said(folder: Path) -> None:
+    texts = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    calls = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    for source, omitted in (
+        (texts, "no tools and no calls"),
+        (texts + calls, "no tools"),
+        ("{{ tools }}" + texts, "no calls"),
+    ):
+        (folder / "chat_template.jinja").write_text(source)
+        expected = f"the template writes {omitted}; name another with --chat-template FILE"
+        assert ("note", expected) in said(check(folder), "tool calls")
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_command_prints_it_and_exits_by_it(folder: Path, capsys: pytest.CaptureFixture[str], wrong: bool) -> None:
     if wrong:
