@@ -89,7 +89,6 @@ class BlockReserver:
 
 ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end, and from there to its request
 MOST_ANNOUNCED = 256  # prompts
-EXPECTED_S = 0.003  # from the end of a prompt whose leading layers were read to its request
 
 
 class _Announced:
@@ -139,8 +138,6 @@ class AnnouncedPrompts:
             return
         if layers and announced.reading is not None:
             return
-        if announced.reading is not None:
-            self._engine.expect(EXPECTED_S)
         announced.timer.cancel()
         announced.timer = self._timer(ticket.id)
         self._read(announced, ticket, layers)

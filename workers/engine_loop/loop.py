@@ -120,7 +120,6 @@ PACE_WINDOW_S = 30.0
 # came too late, when the device had nothing to do.
 AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0005, 0.002, 0.05
 LEAD_SHARE, LATE_S = 0.1, 0.0005
-MOST_HELD_S = 0.002  # how much later it is planned for sequences that are expected
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 MOST_STEP_S = 0.25  # beyond, the process or the device was held up
 
@@ -214,8 +213,6 @@ class EngineLoop:
         self._lead_s = LEAD_S  # from planning a step to the end of the one in flight
         self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
-        self._expected_until = 0.0  # a sequence comes before, by the clock, that this step may wait for
-        self._held = False  # it does
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
         self._ended_error: EngineError | None = None  # ``end`` was called
@@ -242,8 +239,6 @@ class EngineLoop:
         """Submit all sequences of a request. If the engine refuses one, none runs, and ``refused`` is called."""
 
         def run(engine: Engine) -> None:
-            if requests[0].reservation is not None:
-                self._expected_until = 0.0
             done: list[SequenceRequest] = []
             try:
                 for request in requests:
@@ -335,10 +330,6 @@ class EngineLoop:
         """Check whether the engine has work."""
         self._commands.put(lambda engine: None)
 
-    def expect(self, within_s: float) -> None:
-        """A sequence with a reservation will be submitted: a step that would be planned just before waits for it."""
-        self._expected_until = self._clock() + within_s
-
     def flush_consumed(self) -> None:
         """A flush was consumed. Its consumer calls ``flush_late`` soon after ``flush_due``."""
         with self._lock:
@@ -374,7 +365,7 @@ class EngineLoop:
         if self._writes_until and self._in_flight and (writes_s := self._writes_until - self._clock()) > 0:
             return writes_s
         if working and self._ahead < MAX_AHEAD:
-            early_s = self._early_s()
+            early_s = self._plan_at - self._clock()
             return early_s if early_s > 0 else self._step(engine)
         self.pace.waits()
         self._plan_late(0.0, None, prompts=False)
@@ -438,14 +429,6 @@ class EngineLoop:
             self._writes_until = now + pause if pause else 0.0
         return pause
 
-    def _early_s(self) -> float:
-        """For how long the next step is not to be planned yet."""
-        now = self._clock()
-        if self._plan_at and self._plan_at <= now < self._expected_until:
-            self._held = True
-            return min(self._expected_until, self._plan_at + MOST_HELD_S) - now
-        return self._plan_at - now
-
     def _plan_late(self, now: float, ahead_s: float | None, *, prompts: bool) -> None:
         """Set when the next step is planned.
 
@@ -453,8 +436,7 @@ class EngineLoop:
             ahead_s: of ``StepResult``, for the step that has returned.
             prompts: it computed some. One that is like it would take longer.
         """
-        waited, self._waits_from, self._plan_at = self._plan_at and not self._held, 0.0, 0.0
-        self._held = False
+        waited, self._waits_from, self._plan_at = self._plan_at, 0.0, 0.0
         before, self._returned_at = self._returned_at, now if ahead_s is not None else 0.0
         if ahead_s is None:
             return
