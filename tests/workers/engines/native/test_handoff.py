@@ -135,7 +135,7 @@ def test_both_ends_of_a_handoff_bring_back_what_they_have_in_host_memory() -> No
     run(source, [request("first", words, 1, root=ROOT)])
     run(target, [request("first", beginning, 1, root=ROOT)])
     for engine in (source, target):
-        run(engine, [request(at, [(3 + at) * token % 1270 for token in LONG[:530]], 200) for at in range(2)])
+        run(engine, [request(at, [(3 + at) * token % 1270 for token in LONG[:530]], 20) for at in range(2)])
     pinned, first = prefilled(source, request(0, words, 1, root=ROOT))
     assert source.stats().loaded_blocks >= 15
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT))
