@@ -62,6 +62,15 @@ def test_front_processes_and_the_mock_engine_need_none_of_them() -> None:
     assert run.returncode == 0, run.stderr
 
 
+def test_workers_on_other_engines_import_nothing_of_transformers() -> None:
+    """Two constants of the native engine's vision models cost each of them 1.4 CPU-seconds."""
+    modules = [f"penstock.workers.engines.{name}" for name in ("vllm", "sglang", "trtllm", "openai")]
+    code = f"import sys; sys.modules['transformers'] = None; import {', '.join(modules)}"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert run.returncode == 0, run.stderr
+
+
 def test_a_command_without_its_packages_names_the_extra() -> None:
     code = "import sys; sys.modules['numpy'] = None; from penstock.cli.commands import main; main(['bench', 'handoff'])"
     env = os.environ | {"PYTHONPATH": str(ROOT)}

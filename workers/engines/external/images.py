@@ -16,9 +16,16 @@ from penstock.infra.model.patch_grid import BadGrid
 from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import MediaSpan, RequestError
-from penstock.workers.engines.native.model.embedding_slots import EMBEDDING, IMAGES, EmbeddingSlots, Rows, first_frame
+from penstock.workers.engines.native.model.embedding_slots import (
+    DEFAULT_SLOTS,
+    EMBEDDING,
+    IMAGES,
+    MEMORY_SHARE,
+    EmbeddingSlots,
+    Rows,
+    first_frame,
+)
 from penstock.workers.engines.native.model.pool import free_bytes
-from penstock.workers.engines.native.model.vision import DEFAULT_SLOTS, MEMORY_SHARE
 
 
 class KeptImage(NamedTuple):

@@ -26,8 +26,7 @@ from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external.arguments import length_limit
 from penstock.workers.engines.external.runtime import bounded, shut_down
 from penstock.workers.engines.native.model import embedding_slots
-from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
-from penstock.workers.engines.native.model.vision import DEFAULT_SLOTS
+from penstock.workers.engines.native.model.embedding_slots import DEFAULT_SLOTS, EmbeddingSlots
 from penstock.workers.engines.trtllm.api import INSTALL, load_trtllm, set_log_level
 from penstock.workers.engines.trtllm.args import TrtllmSettings, encoder_arguments
 from penstock.workers.engines.trtllm.build import arguments

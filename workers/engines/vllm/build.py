@@ -31,8 +31,7 @@ from penstock.workers.engines.external.nodes import address, free_ports, is_free
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, first_request
 from penstock.workers.engines.external.start import EngineNode, Package, start
 from penstock.workers.engines.logits.registry import registry_from_settings
-from penstock.workers.engines.native.model.embedding_slots import dtype_of
-from penstock.workers.engines.native.model.vision import GRID_SLOT_TOKENS
+from penstock.workers.engines.native.model.embedding_slots import GRID_SLOT_TOKENS, dtype_of
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, adapter_of, loras
 from penstock.workers.engines.vllm.api import Ranks, VllmApi, load_vllm, set_log_level

@@ -21,6 +21,9 @@ from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.engines.native.model.pool import dtype_name, location, zeros
 
+DEFAULT_SLOTS = 256
+GRID_SLOT_TOKENS = 256  # of models whose images take any number of tokens
+MEMORY_SHARE = 0.1  # of what is free
 IMAGES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
 EMBEDDING = "embedding"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # Pillow's other decoders are never reached

@@ -27,16 +27,18 @@ from penstock.schemas.errors import Code
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.native.model import embedding_slots
-from penstock.workers.engines.native.model.embedding_slots import EmbeddingSlots
+from penstock.workers.engines.native.model.embedding_slots import (
+    DEFAULT_SLOTS,
+    GRID_SLOT_TOKENS,
+    MEMORY_SHARE,
+    EmbeddingSlots,
+)
 from penstock.workers.engines.native.model.pool import free_bytes, out_of_memory
 
 KINDS = frozenset({"llava", "llava_next", *patch_grid.MODEL_TYPES})  # model types whose images we embed
 TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})  # fixed image size, so a fixed number of tokens
-DEFAULT_SLOTS = 256
-GRID_SLOT_TOKENS = 256  # of models whose images take any number of tokens
 MAX_FRAMES = 1_000_000  # of a video; gateways have a lower limit
 PATCHES = 16_384  # in one pass through a tower that takes any resolution; a larger image goes alone
-MEMORY_SHARE = 0.1  # of what is free
 BATCH = 16  # images, or tiles of them, in one pass through the tower
 BLANKS = ((64, 64), (90, 40))  # width, height
 
