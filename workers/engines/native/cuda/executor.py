@@ -61,13 +61,14 @@ from penstock.workers.engines.native.model.eagle import EagleHead
 from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
-from penstock.workers.engines.native.model.pool import KvPool, device_errors
+from penstock.workers.engines.native.model.pool import KvPool, device_errors, free_bytes
 from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool, shown
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 log = structlog.get_logger("engine")
 
 OWN = -(1 << 30)
+GRAPH_SHARE = 0.125
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -288,6 +289,7 @@ class CudaExecutor:
             self._graphs.clear()
         self._graph_sizes = sorted({size for size, _ in self._graphs})
         if self._graphs:
+            self._prompt_graphs.bound(self._most_graph_rows())
             self._capture_prompts(pool)
         shape, model = self.pool.shape, self.model
         longest = min(self._tables.shape[2] * self.pool.block_size, self._most_tokens)
@@ -307,6 +309,14 @@ class CudaExecutor:
                 yield size, adapted
         if self._adapters is not None:
             self._adapters.fix(0, active=False)
+
+    def _most_graph_rows(self) -> int:
+        """Rows of a prompt graph whose activations, which it keeps, take ``GRAPH_SHARE`` of the free memory."""
+        assert self.model is not None
+        widest = max((len(part.weight) for part in body_linears(self.model)), default=1)
+        rows = int(GRAPH_SHARE * free_bytes(self._device)) // (2 * widest * self.model.dtype.itemsize)
+        group = self.model.group
+        return rows if group is None else group.least(rows, self._device)
 
     def _capture_prompts(self, pool: Any) -> None:
         def forward(inputs: GraphInputs) -> Tensor:
@@ -609,8 +619,13 @@ class CudaExecutor:
 
 def layer_weights(model: Model) -> int:
     """Weights of a layer's products, on average; experts do not count."""
+    return sum(part.weight.numel() for part in body_linears(model)) // model.shape.layers
+
+
+def body_linears(model: Model) -> Iterator[Linear]:
+    """The products of a model's layers."""
     body = getattr(model.forward, "model", model.forward)
-    return sum(part.weight.numel() for part in body.modules() if isinstance(part, Linear)) // model.shape.layers
+    return (part for part in body.modules() if isinstance(part, Linear))
 
 
 def _is_single_token(scheduled: ScheduledSequence) -> bool:

@@ -16,6 +16,7 @@ from penstock.workers.engines.native.cuda.packing import Packed
 # Rows that graphs are captured for. Beyond, computing an 8B model takes longer than launching, which takes the host 30
 # to 50 ms beside the threads of a worker (H200, 16 cores). Products compute 128 rows at a time.
 ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, *range(768, 2561, 128))
+SMALL = 640  # rows of graphs that are captured whatever memory there is
 DECODES = 64  # leading rows that can be decoded
 SPLITS = 4  # of the keys of a decoded row
 CAPTURE = "thread_local"  # other threads, as NCCL's, may use the device meanwhile
@@ -66,6 +67,10 @@ class PromptGraphs:
 
     def _tiles(self, rows: int) -> int:
         return -(-rows // self._tile_rows) + max(PROMPTS, rows // PROMPT_ROWS)
+
+    def bound(self, rows: int) -> None:
+        """Capture no graph with more rows, except those that hardly take memory."""
+        self.sizes = [size for size in self.sizes if size <= max(rows, SMALL)]
 
     def capture(
         self, forward: Callable[[GraphInputs], Tensor], pool: Any, variants: Iterable[tuple[int, bool]]

@@ -7,7 +7,7 @@ import torch
 
 from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
-from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, PromptGraphs
+from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, SMALL, PromptGraphs
 
 OFFSET, TILE = 64, 128
 CPU = torch.device("cpu")
@@ -86,6 +86,14 @@ def test_inputs_lie_behind_those_of_other_graphs_and_do_not_overlap(graphs: Prom
     assert parts.tokens.storage_offset() == OFFSET
     assert all(part.storage_offset() >= end for part, end in zip(parts[1:], ends, strict=False))
     assert ends[-1] <= OFFSET + graphs.size
+
+
+def test_graphs_whose_activations_would_take_too_much_memory_are_left_out() -> None:
+    made = PromptGraphs(Upload(1 << 16, CPU), OFFSET, TILE, 8192, 256)
+    made.bound(1300)
+    assert made.sizes[-1] == 1280
+    made.bound(0)
+    assert made.sizes[-1] == SMALL
 
 
 def test_an_executor_whose_steps_are_shorter_than_every_graph_has_none() -> None:
