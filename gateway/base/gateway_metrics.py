@@ -1,73 +1,16 @@
 """The metrics of a gateway; names end in their unit."""
 
 from penstock.gateway.base.chat_objects import UsageBody
-from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, MetricScope
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 
-TTFT_BUCKETS = (
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    1.5,
-    2,
-    3,
-    5,
-    10,
-    30,
-    60,
-    300,
-    600,
-    LONGEST_DEADLINE_S,
-)
-E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST_DEADLINE_S)
 ITL_BUCKETS = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    1.5,
-    3,
-    5,
-    60,
-    600,
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 1.5, 3, 5, 60, 600,
     LONGEST_DEADLINE_S,
-)
+)  # fmt: skip
 TOKEN_BUCKETS = (
-    1,
-    10,
-    50,
-    100,
-    200,
-    500,
-    1000,
-    2000,
-    4000,
-    8000,
-    16000,
-    32000,
-    64000,
-    128000,
-    256000,
-    512000,
-    1_000_000,
-)
+    1, 10, 50, 100, 200, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 256000, 512000, 1_000_000,
+)  # fmt: skip
 
 
 MAX_MODELS = 512  # counted apart; requests for further ones are counted without a model
@@ -85,13 +28,13 @@ class ModelMetrics:
     def __init__(self, scope: MetricScope, *, known: bool = True) -> None:
         self.scope = scope
         self.requests = scope.thread_counter("requests", "ended requests", ["api", "code"])
-        self.ttft = scope.thread_histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
+        self.ttft = scope.thread_histogram("ttft_seconds", "body read to first token sent", buckets=FIRST_TOKEN_SECONDS)
         self.itl = scope.thread_histogram(
             "inter_token_seconds",
             "time between two tokens of a stream: from one event to the next, divided by the tokens in it",
             buckets=ITL_BUCKETS,
         )
-        self.e2e = scope.thread_histogram("request_seconds", "body read to answer sent", buckets=E2E_BUCKETS)
+        self.e2e = scope.thread_histogram("request_seconds", "body read to answer sent", buckets=REQUEST_SECONDS)
         self.prompt = scope.thread_counter("prompt_tokens", "prompt tokens accepted")
         self.output = scope.thread_counter("output_tokens", "output tokens delivered")
         self.cached = scope.thread_counter("cached_tokens", "prompt tokens reused by workers")

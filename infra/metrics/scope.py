@@ -19,6 +19,14 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from penstock.schemas.streams import LONGEST_DEADLINE_S
+
+# Buckets that gateways and workers share, so that what they measure can be compared.
+FIRST_TOKEN_SECONDS = (
+    0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 600, LONGEST_DEADLINE_S,
+)  # fmt: skip
+REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST_DEADLINE_S)
+
 _METRIC = re.compile(r"[^a-zA-Z0-9_:]")
 _LABEL = re.compile(r"[^a-zA-Z0-9_]")
 RESERVED = ("le", "quantile")  # Prometheus sets them on buckets and summaries

@@ -14,7 +14,7 @@ import yaml
 from penstock.cli.terminal import fail, reason
 from penstock.configs.flags import Parser
 from penstock.deploy.values import Thresholds
-from penstock.gateway.base.gateway_metrics import TTFT_BUCKETS
+from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS
 from penstock.launch.plan import number_of
 from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas.streams import LONGEST_DEADLINE_S
@@ -25,7 +25,7 @@ ALERTS = FOLDER / "alerts.yml"  # with the default thresholds
 ALERTS_TEMPLATE = FOLDER / "alerts.template.yml"
 OK, REFUSED = 0, 1
 SCRAPE = "5s"
-LATE = [bound for bound in TTFT_BUCKETS if bound < LONGEST_DEADLINE_S]  # thresholds of late first tokens
+LATE = [bound for bound in FIRST_TOKEN_SECONDS if bound < LONGEST_DEADLINE_S]  # thresholds of late first tokens
 
 
 def run(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from penstock.configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings
-from penstock.gateway.base.gateway_metrics import TTFT_BUCKETS
+from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.subjects import Namespace
 
@@ -347,7 +347,7 @@ class Thresholds(ValuesSection, frozen=True, kw_only=True):
         float,
         Meta(
             description="seconds after which a first token is late: a bucket of penstock_gateway_ttft_seconds",
-            extra_json_schema={"enum": [bound for bound in TTFT_BUCKETS if bound < LONGEST_DEADLINE_S]},
+            extra_json_schema={"enum": [bound for bound in FIRST_TOKEN_SECONDS if bound < LONGEST_DEADLINE_S]},
         ),
     ] = 3.0
     late_budget: Annotated[Share, about("share of the first tokens that may be late in a month")] = 0.05

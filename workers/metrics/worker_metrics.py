@@ -23,7 +23,7 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, MetricScope
 from penstock.schemas.done import Done
 from penstock.schemas.fleet import GpuUse
 from penstock.schemas.streams import LONGEST_DEADLINE_S
@@ -232,50 +232,9 @@ class KvMetrics:
 
 
 TOKEN_SECONDS = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    1.5,
-    3,
-    10,
-    60,
-    600,
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 1.5, 3, 10, 60, 600,
     LONGEST_DEADLINE_S,
-)
-STAGE_SECONDS = (
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    1.5,
-    2,
-    3,
-    5,
-    10,
-    30,
-    60,
-    300,
-    600,
-    LONGEST_DEADLINE_S,
-)
-REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST_DEADLINE_S)
+)  # fmt: skip
 READ_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5)
 BATCH_INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LABELS = ("namespace", "component", "process", "model", "role")
@@ -307,10 +266,10 @@ class WorkerMetrics:
             "request_seconds", "from the start on this worker to the end", buckets=REQUEST_SECONDS
         )
         self.queue = scope.thread_histogram(
-            "queue_seconds", "from the router's decision to the start on this worker", buckets=STAGE_SECONDS
+            "queue_seconds", "from the router's decision to the start on this worker", buckets=FIRST_TOKEN_SECONDS
         )
         self.prefill = scope.thread_histogram(
-            "prefill_seconds", "from the start on this worker to the first token", buckets=STAGE_SECONDS
+            "prefill_seconds", "from the start on this worker to the first token", buckets=FIRST_TOKEN_SECONDS
         )
         self.decode = scope.thread_histogram(
             "time_per_output_token_seconds",
