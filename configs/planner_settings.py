@@ -22,8 +22,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "p95"
     interval_s: Annotated[float, Meta(ge=0.5, le=3600, description="seconds between two decisions")] = 30.0
     start_s: Annotated[
-        float,
-        Meta(ge=0, description="seconds until a new worker takes a request; the rate is predicted so far ahead"),
+        float, Meta(ge=0, description="seconds until a new worker takes a request; the rate is predicted so far ahead")
     ] = 30.0
     drain_s: Annotated[float, Meta(gt=0, description="seconds within which waiting requests should be served")] = 60.0
     hysteresis: Annotated[
@@ -112,8 +111,7 @@ class PlannerSettings(RuleSettings, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = 0
     zero_after_s: Annotated[
-        float,
-        Meta(gt=0, description="with --min-workers 0: seconds without requests after which workers sleep"),
+        float, Meta(gt=0, description="with --min-workers 0: seconds without requests after which workers sleep")
     ] = 300.0
     history: Annotated[bool, Meta(description="print the logged decisions instead of planning")] = False
     since: Annotated[str, Meta(description="of --history: how far back, such as 15m, 2h, 7d")] = "1h"

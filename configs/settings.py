@@ -170,8 +170,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         ),
     ] = 0
     nearest_cell: Annotated[
-        int,
-        Meta(ge=-1, description="cell that requests stay in unless another one is clearly cheaper; -1: none"),
+        int, Meta(ge=-1, description="cell that requests stay in unless another one is clearly cheaper; -1: none")
     ] = -1
     max_body_bytes: Annotated[Positive, about("largest request body, in bytes")] = 16 << 20
     max_header_bytes: Annotated[
@@ -223,8 +222,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         ),
     ] = ()
     require_keys: Annotated[
-        bool,
-        about("refuse requests without an API key even before the first key is made; once there is one, always"),
+        bool, about("refuse requests without an API key even before the first key is made; once there is one, always")
     ] = False
     tls_cert: Annotated[
         str, about("PEM file with the certificate and its chain, to serve HTTPS; read again when it changes")
@@ -283,8 +281,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         int, Meta(ge=0, description="output tokens of a request without max_tokens; 0: the rest of the model's context")
     ] = 0
     max_tenant_file_bytes: Annotated[
-        Positive,
-        about("bytes that the files of a tenant may take: what it uploads, and the results of its batches"),
+        Positive, about("bytes that the files of a tenant may take: what it uploads, and the results of its batches")
     ] = 1 << 30
     canary: Annotated[
         str,
@@ -428,8 +425,7 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         bool, about("track caches by the workers' KV events; off: predict them from past routing decisions")
     ] = True
     predicted_ttl_s: Annotated[
-        Seconds,
-        about("seconds after its last use until a prompt sent to a worker without KV events counts as evicted"),
+        Seconds, about("seconds after its last use until a prompt sent to a worker without KV events counts as evicted")
     ] = 600.0
     max_index_blocks: Annotated[Positive, about("blocks in the radix index, at most")] = 8_000_000
     sys_nats_url: Annotated[
@@ -617,8 +613,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         ),
     ] = ()
     logits_processor: Annotated[
-        tuple[str, ...],
-        about("logits processors that requests may choose, comma-separated, each as name=module:Class"),
+        tuple[str, ...], about("logits processors that requests may choose, comma-separated, each as name=module:Class")
     ] = ()
     default_logits_processors: Annotated[
         str, about('logits processors of every request, as JSON: [{"name": ..., "args": {...}}]')
@@ -638,8 +633,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         about("TOML or JSON file with formats of reasoning and tool calls beside the known ones; gateways need it too"),
     ] = ""
     lora: Annotated[
-        tuple[str, ...],
-        about("LoRA adapters that clients name as models, comma-separated, each as NAME=FOLDER"),
+        tuple[str, ...], about("LoRA adapters that clients name as models, comma-separated, each as NAME=FOLDER")
     ] = ()
     lora_folder: Annotated[
         str,
@@ -649,12 +643,10 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         ),
     ] = ""
     max_loras: Annotated[
-        Positive,
-        about("LoRA adapters on the device at once; others wait in host memory until needed"),
+        Positive, about("LoRA adapters on the device at once; others wait in host memory until needed")
     ] = 8
     max_lora_rank: Annotated[
-        Positive,
-        about("highest rank of a LoRA adapter; each slot on the device has room for it"),
+        Positive, about("highest rank of a LoRA adapter; each slot on the device has room for it")
     ] = 32
     max_cpu_loras: Annotated[Positive, about("LoRA adapters in host memory, at most")] = 64
     weights_folder: Annotated[
@@ -687,8 +679,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         ),
     ] = ""
     transfer: Annotated[
-        Literal["auto", "nixl", "none"],
-        about("how KV blocks move between workers; auto: nixl where the role needs it"),
+        Literal["auto", "nixl", "none"], about("how KV blocks move between workers; auto: nixl where the role needs it")
     ] = "auto"
     move_prefixes: Annotated[
         Literal["auto", "on", "off"],
@@ -804,8 +795,7 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = 0
     store_dir: Annotated[str, about("--print-config: folder of the store on the server")] = "/var/lib/nats"
     tenants_file: Annotated[
-        str,
-        about("--print-config: file beside it with the accounts of tenants, which `penstock tenants` writes"),
+        str, about("--print-config: file beside it with the accounts of tenants, which `penstock tenants` writes")
     ] = ""
     tls_cert: Annotated[
         str, about("--print-config: PEM file of the server's certificate, for clients and for other servers")

@@ -82,8 +82,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ""
     )
     workers: Annotated[
-        int,
-        Meta(ge=-1, description="aggregated workers; -1: one, or none if other workers suffice"),
+        int, Meta(ge=-1, description="aggregated workers; -1: one, or none if other workers suffice")
     ] = -1
     prefill: Annotated[int, Meta(ge=0, description="prefill workers, which compute prompts and hand off the KV")] = 0
     decode: Annotated[

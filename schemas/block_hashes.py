@@ -44,12 +44,7 @@ def extend(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     return blake3(parent + tokens + extra).digest(length=DIGEST_BYTES)
 
 
-def chain(
-    tokens: bytes,
-    block_size: int,
-    parent: bytes,
-    extra: Mapping[int, bytes] | None = None,
-) -> bytes:
+def chain(tokens: bytes, block_size: int, parent: bytes, extra: Mapping[int, bytes] | None = None) -> bytes:
     """Packed digests of every full block of ``tokens`` (packed u32), oldest first.
 
     Args:

@@ -16,16 +16,7 @@ from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import Embedding, GenerateRequest, Parsing
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
-from penstock.schemas.tokens import (
-    COUNTS,
-    FAILURES,
-    PROMPT,
-    WHOLE_REQUEST,
-    File,
-    Finish,
-    Logprob,
-    TokenItem,
-)
+from penstock.schemas.tokens import COUNTS, FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from penstock.schemas.trace import Stamps
 from penstock.schemas.wire import (
     TOKEN_BYTES,

@@ -83,14 +83,7 @@ _STATUS = {
 
 # Failures that are none of the request's own, its deadline's or its client's: another model may run it in their place.
 FALLS_BACK = frozenset(
-    {
-        Code.model_unavailable,
-        Code.overloaded,
-        Code.worker_lost,
-        Code.engine_error,
-        Code.transfer_failed,
-        Code.internal,
-    }
+    {Code.model_unavailable, Code.overloaded, Code.worker_lost, Code.engine_error, Code.transfer_failed, Code.internal}
 )
 
 

@@ -6,13 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.schemas.errors import FALLS_BACK, Code
-from penstock.schemas.subjects import (
-    HEADER_CONTENT_TYPE,
-    HEADER_LOAD,
-    HEADER_NO_STORE,
-    HEADER_PART,
-    HEADER_SUSPECT,
-)
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_LOAD, HEADER_NO_STORE, HEADER_PART, HEADER_SUSPECT
 from penstock.schemas.tokens import Finish, Logprob
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import content_type, decoder

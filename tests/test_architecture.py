@@ -262,12 +262,7 @@ def test_the_map_names_packages_and_modules_that_exist() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        tests.generated.settings,
-        tests.generated.metrics,
-        tests.generated.wire,
-        tests.generated.log_events,
-    ],
+    [tests.generated.settings, tests.generated.metrics, tests.generated.wire, tests.generated.log_events],
     ids=lambda source: source.PAGE.name,
 )
 def test_a_page_that_comes_from_the_code_is_current(source: ModuleType) -> None:

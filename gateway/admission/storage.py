@@ -55,12 +55,7 @@ class MemoryCheck:
         open_: this gateway's open requests with ``no_store``.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        streams: MemoryStreams,
-        open_: Callable[[], Iterable[InflightRequest]],
-    ) -> None:
+    def __init__(self, bus: Bus, streams: MemoryStreams, open_: Callable[[], Iterable[InflightRequest]]) -> None:
         self._bus = bus
         self._streams = streams
         self._open = open_

@@ -344,11 +344,7 @@ def _markup(form: CallFormat, begin: str, end: str) -> Callable[[GrammarWriter, 
         behind = form.key[1].replace("{is_text}", "true" if kind == "string" else "false").replace("{type}", kind)
         return form.key[0] + (html.escape(key, quote=True) if form.entities else key) + behind
 
-    pieces = Pieces(
-        lead,
-        text_end=lambda key: form.value_end.replace("{key}", key),
-        typed=form.types != "schema",
-    )
+    pieces = Pieces(lead, text_end=lambda key: form.value_end.replace("{key}", key), typed=form.types != "schema")
 
     def call(writer: GrammarWriter, tool: Tool) -> str:
         head = _numbered(writer, begin + tool.name + form.name_end)

@@ -663,13 +663,7 @@ class HttpServer:
         self.refused = 0
         self._warned = -WARN_S
         self.config = uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            proxy_headers=False,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
+            app, http="httptools", ws="none", proxy_headers=False, lifespan="off", log_config=None, access_log=False
         )
         self.config.load()
         self._listeners = listeners

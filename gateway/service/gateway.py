@@ -91,11 +91,7 @@ class Gateway:
     """
 
     def __init__(
-        self,
-        links: Sequence[CellLink],
-        models: Sequence[ModelDir],
-        settings: GatewaySettings,
-        metrics: GatewayMetrics,
+        self, links: Sequence[CellLink], models: Sequence[ModelDir], settings: GatewaySettings, metrics: GatewayMetrics
     ) -> None:
         self.id = f"{settings.name or 'gateway'}-{secrets.token_hex(4)}"
         self.bus = bus = links[0].bus

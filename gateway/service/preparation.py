@@ -280,13 +280,7 @@ class RequestPreparer:
         return await self._with_fallbacks(prepared, endpoint, body, context, asked, caller)
 
     async def _with_fallbacks(
-        self,
-        prepared: PreparedRequest,
-        endpoint: str,
-        body: bytes,
-        context: PrepareContext,
-        asked: str,
-        caller: Caller,
+        self, prepared: PreparedRequest, endpoint: str, body: bytes, context: PrepareContext, asked: str, caller: Caller
     ) -> PreparedRequest:
         """The request with what may run in its place, as far as its caller may name that.
 
@@ -362,13 +356,7 @@ class RequestPreparer:
             )
         history = await self._conversations.history(asked.previous_response_id, sight)
         work = partial(
-            prepare_response,
-            asked,
-            history.turns,
-            context,
-            now_ns=now_ns,
-            request_id=request_id,
-            compacts=compacts,
+            prepare_response, asked, history.turns, context, now_ns=now_ns, request_id=request_id, compacts=compacts
         )
         if history.size > LARGE_BODY:
             prepared = await self._in_thread(context.tenant, len(body) + history.size, work)
@@ -542,6 +530,5 @@ def check_values(body: bytes, limit: int, meaning: str = _TWICE) -> None:
         count += body.count(b",", at, at + COUNT_BYTES)
         if count > limit:
             raise ServingError(
-                Code.context_length_exceeded,
-                f"the body has more than {limit} values or commas, which is {meaning}",
+                Code.context_length_exceeded, f"the body has more than {limit} values or commas, which is {meaning}"
             )

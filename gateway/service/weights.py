@@ -34,8 +34,7 @@ LOOK_S = 0.05
 
 Model = Annotated[str, Meta(max_length=512, description="which one, where several are served")]
 Running = Annotated[
-    Literal["finish", "continue"],
-    Meta(description="running requests end first, or pause and continue afterwards"),
+    Literal["finish", "continue"], Meta(description="running requests end first, or pause and continue afterwards")
 ]
 Within = Annotated[float, Meta(ge=0, le=3600, description="seconds that running requests may take to finish")]
 

@@ -27,13 +27,7 @@ import msgspec
 from nats.aio.client import Client
 from nats.js.api import KeyValueConfig
 from nats.js.client import JetStreamContext
-from nats.js.errors import (
-    APIError,
-    BucketNotFoundError,
-    KeyNotFoundError,
-    KeyWrongLastSequenceError,
-    NotFoundError,
-)
+from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE

@@ -77,8 +77,7 @@ class Autoscaling(ValuesSection, frozen=True, kw_only=True):
         ),
     ]
     model: Annotated[
-        str,
-        about("label `model` of the metric; default: the pool's where there are several, else any of the release"),
+        str, about("label `model` of the metric; default: the pool's where there are several, else any of the release")
     ] = ""
     target: Annotated[int, Meta(ge=1, description="of the metric, for each replica")]
     scale_down_seconds: Annotated[Seconds, about("how long the metric must be low before pods are removed")] = 300
@@ -142,8 +141,7 @@ class TraceValues(PodValues, frozen=True, kw_only=True):
         ),
     ] = ""
     peers: Annotated[
-        tuple[Tree, ...],
-        about("where it is, as a NetworkPolicy's `to`; default: any address, on the port of the URL"),
+        tuple[Tree, ...], about("where it is, as a NetworkPolicy's `to`; default: any address, on the port of the URL")
     ] = ()
     cpu: Quantity = "500m"
     memory: Annotated[Quantity, about("requested, and the limit")] = "1Gi"
@@ -264,8 +262,7 @@ class Broker(ValuesSection, frozen=True, kw_only=True):
     creds_secret: Annotated[str, about("Secret with a credentials file (JWT and seed) under each of these users")] = ""
     nkeys_secret: Annotated[str, about("Secret with the seed of an nkey under each of these users")] = ""
     cert_secrets: Annotated[
-        Mapping[User, str],
-        about("Secrets with client certificates (tls.crt, tls.key), by user"),
+        Mapping[User, str], about("Secrets with client certificates (tls.crt, tls.key), by user")
     ] = {}
     ca_secret: Annotated[
         str,
@@ -279,8 +276,7 @@ class Broker(ValuesSection, frozen=True, kw_only=True):
         about("of the NATS of the release: pods log in as the other user of their role, while passwords are changed"),
     ] = False
     system_user: Annotated[
-        bool,
-        about("routers log in to the system account as sys, too, to notice at once when a worker's link breaks"),
+        bool, about("routers log in to the system account as sys, too, to notice at once when a worker's link breaks")
     ] = True
     ports: Annotated[
         tuple[Annotated[int, Meta(ge=1, le=65535)], ...],
@@ -352,8 +348,7 @@ class Thresholds(ValuesSection, frozen=True, kw_only=True):
     ] = 3.0
     late_budget: Annotated[Share, about("share of the first tokens that may be late in a month")] = 0.05
     burn_fast: Annotated[
-        float,
-        Meta(ge=1, description="times the rate that uses a budget up in a month, over 1 h and 5 min: critical"),
+        float, Meta(ge=1, description="times the rate that uses a budget up in a month, over 1 h and 5 min: critical")
     ] = 14.4
     burn_slow: Annotated[float, Meta(ge=1, description="the same over 6 h and 30 min: a warning")] = 6.0
     broker_mount: Annotated[
@@ -378,8 +373,7 @@ class Monitoring(ValuesSection, frozen=True, kw_only=True):
         labels={"grafana_dashboard": "1"}
     )
     scraped: Annotated[
-        bool,
-        about("your Prometheus finds the pods without the PodMonitor, with its labels for autoscaling and rules"),
+        bool, about("your Prometheus finds the pods without the PodMonitor, with its labels for autoscaling and rules")
     ] = False
     prometheus: Annotated[str, about("URL that KEDA asks")] = "http://prometheus-operated.monitoring:9090"
 

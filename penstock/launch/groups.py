@@ -162,10 +162,7 @@ _SLUG = re.compile(r"[^a-z0-9]+")
 
 
 def _several(
-    up: UpSettings,
-    members: Sequence[RecipeEntry],
-    read: Callable[[str], Tree],
-    makes_vectors: Callable[[str], bool],
+    up: UpSettings, members: Sequence[RecipeEntry], read: Callable[[str], Tree], makes_vectors: Callable[[str], bool]
 ) -> WorkerFleet:
     """Workers for several models, each as if it were alone.
 

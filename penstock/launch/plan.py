@@ -13,14 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.configs.flags import PREFIX, flags_of, to_argv, to_environ
-from penstock.configs.settings import (
-    Common,
-    CommonT,
-    GatewaySettings,
-    RouterSettings,
-    TraceSettings,
-    WorkerSettings,
-)
+from penstock.configs.settings import Common, CommonT, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.launch.groups import EXTERNAL, PlanError, WorkerFleet, WorkerGroup, assign
 from penstock.launch.state import NO_CELLS, CellCounts

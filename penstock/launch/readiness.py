@@ -121,11 +121,7 @@ class Readiness:
     """
 
     def __init__(
-        self,
-        workers: list[str],
-        gateways: Mapping[str, str],
-        ready: Callable[[str], None],
-        cells: Collection[int] = (),
+        self, workers: list[str], gateways: Mapping[str, str], ready: Callable[[str], None], cells: Collection[int] = ()
     ) -> None:
         self.waiting = dict.fromkeys(gateways, "does not answer yet")
         self.waiting |= dict.fromkeys(workers, "is not registered yet")

@@ -317,12 +317,7 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
             escape(",".join(key.models) or "all"),
             *(
                 str(limit or "–")
-                for limit in (
-                    key.requests_per_minute,
-                    key.tokens_per_minute,
-                    key.tokens_per_month,
-                    key.max_concurrent,
-                )
+                for limit in (key.requests_per_minute, key.tokens_per_minute, key.tokens_per_month, key.max_concurrent)
             ),
             key.priority.value if key.priority else "–",
             key_store.day(key.expires_ns) or "never",

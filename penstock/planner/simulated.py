@@ -441,13 +441,7 @@ def simulate(
     specs = [spec for role, count in most.items() for spec in [engines.worker(role)] * count]
     fleet = SimulatedFleet(tuple(specs), BLOCK_SIZE, engines.transfer_ns_per_token)
     decide = _Decider(Planner(rules, {role: engines.timing(role) for role in counts})) if planned else None
-    policy = ElasticPolicy(
-        counts,
-        seed=seed,
-        interval_s=rules.interval_s,
-        start_s=rules.start_s,
-        decide=decide,
-    )
+    policy = ElasticPolicy(counts, seed=seed, interval_s=rules.interval_s, start_s=rules.start_s, decide=decide)
     simulation = Simulation(fleet, trace.requests(BLOCK_SIZE, speed), policy)
     policy.served = simulation.served
     simulation.run()

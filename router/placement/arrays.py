@@ -424,14 +424,7 @@ class ArrayDecisions:
         return RoutingDecision((Stage("aggregated", chosen.worker, chosen.rank),), table, chosen.overlap_blocks)
 
     def _table(
-        self,
-        pool: Pool,
-        request: RoutingRequest,
-        target_costs: Costs,
-        at: Rows,
-        blocks: Column,
-        free: int,
-        now_ns: int,
+        self, pool: Pool, request: RoutingRequest, target_costs: Costs, at: Rows, blocks: Column, free: int, now_ns: int
     ) -> tuple[Candidate, ...]:
         """The score table of the targets ``at`` these places of the pool, of which the first ``free`` have room.
 

@@ -297,13 +297,7 @@ class Decider:
         )
         overlaps = self._cluster.caches.depths(reusable)
         decision = self._policy.decide(
-            request,
-            reusable,
-            overlaps,
-            now_ns=now_ns,
-            seed=inputs.seed,
-            number=inputs.number,
-            waited_s=waited_s,
+            request, reusable, overlaps, now_ns=now_ns, seed=inputs.seed, number=inputs.number, waited_s=waited_s
         )
         if decision.how:  # there are workers for some stages only
             workers = [tracker.worker(each.worker) for each in decision.candidates]

@@ -7,8 +7,7 @@ from penstock.infra.fair_queue import FairQueue, QueueLimits
 
 LIMITS = QueueLimits(entries=12, size_bytes=1_000, tenant_entries=6, tenant_bytes=500)
 steps = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "take", "drop"]), st.sampled_from("abc"), st.integers(0, 200)),
-    max_size=60,
+    st.tuples(st.sampled_from(["add", "add", "take", "drop"]), st.sampled_from("abc"), st.integers(0, 200)), max_size=60
 )
 
 

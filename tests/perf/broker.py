@@ -171,9 +171,7 @@ def _read_acks(answers: BufferedReader, count: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.perf.broker",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tests.perf.broker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--publishers", default="1,2,4,8", metavar="N,N", help="processes (default: 1,2,4,8)")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each (default: 4)")

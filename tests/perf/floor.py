@@ -317,9 +317,7 @@ async def _load_all(clients: list[socket.socket], requests: int) -> list[tuple[f
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.perf.floor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tests.perf.floor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=3_000, metavar="N", help="to send (default: 3000)")
     parser.add_argument("--connections", type=int, default=1, metavar="N", help="at once (default: 1)")
@@ -332,10 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(args.role, args.url, args.request_bytes, by_sequence=args.by_sequence))
     found = measure(
-        args.requests,
-        connections=args.connections,
-        request_bytes=args.request_bytes,
-        by_sequence=args.by_sequence,
+        args.requests, connections=args.connections, request_bytes=args.request_bytes, by_sequence=args.by_sequence
     )
     first, last = (statistics.quantiles(column, n=10) for column in (found.first_s, found.end_s))
     print(f"ms to the first token: {first[0] * 1e3:.2f} (p10), {first[4] * 1e3:.2f} (p50); last: {last[4] * 1e3:.2f}")

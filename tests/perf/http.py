@@ -245,11 +245,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     insecure: Annotated[bool, Meta(description="accept any certificate of an https server")] = False
     concurrency: Annotated[
         tuple[Annotated[int, Meta(ge=1)], ...], Meta(description="connections, one stage for each number")
-    ] = (
-        1,
-        16,
-        64,
-    )
+    ] = (1, 16, 64)
     requests: Annotated[int, Meta(ge=0, description="requests per stage; 0: as many as --duration-s allows")] = 0
     duration_s: Annotated[float, Meta(gt=0, description="seconds per stage")] = 10.0
     warm_up_s: Annotated[float, Meta(ge=0, description="seconds before each stage that are not measured")] = 1.0

@@ -262,10 +262,7 @@ class SyntheticLog:
     async def _give_back(self, each: _Running) -> None:
         request, reason = each.request, "draining"
         event = Returned(request.id, MODEL, each.attempt, each.worker, reason)
-        headers = {
-            HEADER_MSG_ID: f"{request.id}:{each.attempt}:returned",
-            HEADER_RETURNED: returned_header(event),
-        }
+        headers = {HEADER_MSG_ID: f"{request.id}:{each.attempt}:returned", HEADER_RETURNED: returned_header(event)}
         await self._publish(self._subjects.returned(MODEL), wire.encode(event), headers)
         each.attempt += 1
         fence = TokenBatch(ROUTER, 0, time.time_ns(), (TokenItem(request.id, each.attempt, WHOLE_REQUEST, 0),))

@@ -344,9 +344,7 @@ def _numbers(text: str) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.perf.scale",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tests.perf.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--gateways", default="1,2,4,8", metavar="N,N", help="with the first of --workers (default: 1,2,4,8)")

@@ -266,12 +266,7 @@ async def test_a_worker_that_is_asked_to_ends_with_all_its_processes(
 
 
 async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
-    fleet: Fleet,
-    reference: str,
-    deployment: Deployment,
-    variables: dict[str, str],
-    bus: Bus,
-    http: httpx.AsyncClient,
+    fleet: Fleet, reference: str, deployment: Deployment, variables: dict[str, str], bus: Bus, http: httpx.AsyncClient
 ) -> None:
     await stopped([worker for worker in fleet.workers.values() if session_of(worker.pid)])
     roles = {

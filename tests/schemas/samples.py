@@ -294,10 +294,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "adapter_entry_of_a_flag": (fleet.AdapterEntry("poet", "tiny", unloaded=True, flagged=True), fleet.decode_adapter),
     "adapter_entry": (fleet.AdapterEntry("poet", "tiny", "poets/one"), fleet.decode_adapter),
-    "adapter_entry_of_one_that_was_unloaded": (
-        fleet.AdapterEntry("poet", "tiny", unloaded=True),
-        fleet.decode_adapter,
-    ),
+    "adapter_entry_of_one_that_was_unloaded": (fleet.AdapterEntry("poet", "tiny", unloaded=True), fleet.decode_adapter),
     "job_with_an_adapter_to_load": (
         msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4, unloaded=("w-2",))),
         jobs.decode,
@@ -316,8 +313,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         msgspec.structs.replace(
             JOB,
             decision=msgspec.structs.replace(
-                JOB.decision,
-                candidates=(jobs.Candidate("w-a", 2, 10, 500, 3, 8, 1.5, "", 1, "", 12, 1, 2.0, 1.5),),
+                JOB.decision, candidates=(jobs.Candidate("w-a", 2, 10, 500, 3, 8, 1.5, "", 1, "", 12, 1, 2.0, 1.5),)
             ),
             inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64),
         ),

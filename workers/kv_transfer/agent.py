@@ -73,8 +73,7 @@ def check_pool(own: Endpoint, peer: Endpoint, pool: str) -> None:
         return
     if own_pool.block_bytes != peer_pool.block_bytes:
         raise _refused(
-            peer,
-            f"pool {pool!r} has blocks of {peer_pool.block_bytes} bytes there, {own_pool.block_bytes} here",
+            peer, f"pool {pool!r} has blocks of {peer_pool.block_bytes} bytes there, {own_pool.block_bytes} here"
         )
     if own_pool.layout != peer_pool.layout:
         raise _refused(peer, f"pool {pool!r} holds {peer_pool.layout!r} there, {own_pool.layout!r} here")

@@ -406,12 +406,7 @@ class TokenRunner:
             self._parked[running.request.id] = _Parked(running, context.model.revision, reservation, opaque)
             return
         submitted = sequence_requests(
-            running,
-            context.model.revision,
-            self._info.block_size,
-            reservation,
-            opaque,
-            role=context.settings.role,
+            running, context.model.revision, self._info.block_size, reservation, opaque, role=context.settings.role
         )
         if running.stamp_times is not None:
             self.publisher.trace_first_token(running)

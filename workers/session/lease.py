@@ -287,10 +287,7 @@ class Unconfirmed:
 
     async def _transmit(self, number: int, message: SentMessage) -> None:
         await self._bus.nc.publish(
-            message.subject,
-            message.payload,
-            reply=f"{self._inbox}.{number}",
-            headers={HEADER_MSG_ID: message.msg_id},
+            message.subject, message.payload, reply=f"{self._inbox}.{number}", headers={HEADER_MSG_ID: message.msg_id}
         )
 
     async def _on_reply(self, answer: Any) -> None:

@@ -284,13 +284,7 @@ def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat, parsing:
         if prefilled:
             deltas.continue_reasoning()
         rest = yield from read_reasoning(
-            reader,
-            deltas,
-            form.reasoning,
-            form.tools,
-            offered,
-            in_reasoning=parsing.thinking,
-            joined=parsing.joined,
+            reader, deltas, form.reasoning, form.tools, offered, in_reasoning=parsing.thinking, joined=parsing.joined
         )
         if rest:  # the reasoning was not closed: it ends where this begins, which is all that is left
             reader = reader.within(rest)

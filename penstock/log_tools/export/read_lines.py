@@ -21,11 +21,7 @@ _KEPT_HEADERS = ("Nats-Msg-Id",)
 
 
 async def copy_messages(
-    log: Log,
-    stream: str,
-    until_seq: int,
-    spans: Sequence[tuple[int, int]],
-    add: Callable[[LogLine], None],
+    log: Log, stream: str, until_seq: int, spans: Sequence[tuple[int, int]], add: Callable[[LogLine], None]
 ) -> None:
     """Pass the messages of a stream that were stored in these times (see ``Places``) to ``add``.
 

@@ -148,10 +148,7 @@ async def _replay(args: argparse.Namespace, cell: CellSource) -> ReplayReport:
         chosen = await selection(args, log.bus, everything=args.all or (bool(source.file) and not anything))
         recorded = await collect(log, chosen._replace(kv=False))
         plan = _plan(
-            recorded,
-            args.limit,
-            over_http=args.target.startswith("http"),
-            replays=args.replays or bool(args.ids),
+            recorded, args.limit, over_http=args.target.startswith("http"), replays=args.replays or bool(args.ids)
         )
         began_ns = time.time_ns()
         print(f"replaying {counted(len(plan.runs), 'request')}{_pauses(plan.runs, speed)}", file=sys.stderr)

@@ -236,8 +236,7 @@ class ListOptions(NamedTuple):
 def run(argv: Sequence[str]) -> int:
     """List requests; returns the exit status."""
     parser = Parser(
-        prog="penstock requests",
-        description="list requests: unfinished ones first, then ended ones, latest first",
+        prog="penstock requests", description="list requests: unfinished ones first, then ended ones, latest first"
     )
     _add_flags(parser)
     args = parser.parse_args(argv)

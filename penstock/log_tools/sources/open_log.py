@@ -418,11 +418,7 @@ async def _exported(
 
 
 def _stored(
-    data_dir: Path,
-    namespace: str,
-    names: Sequence[str],
-    check: Callable[[], None] = lambda: None,
-    verify: bool = False,
+    data_dir: Path, namespace: str, names: Sequence[str], check: Callable[[], None] = lambda: None, verify: bool = False
 ) -> StoredLog | None:
     """The streams of a folder as files; None: only a broker can read them."""
     if not known_form(written_by(data_dir)):

@@ -413,13 +413,7 @@ class RequestTimeline:
         result: MediaEncoded | PromptPrefilled
         if isinstance(message, Prefilled):
             result = PromptPrefilled(
-                stored_ns,
-                attempt,
-                source,
-                message.started_ns,
-                message.first_token_ns,
-                message.cached,
-                message.stamps,
+                stored_ns, attempt, source, message.started_ns, message.first_token_ns, message.cached, message.stamps
             )
         else:
             result = MediaEncoded(stored_ns, attempt, source, message.started_ns, message.stamps)

@@ -433,13 +433,7 @@ class _SpanBuilder:
         return [line.at_ns for line in lines if line.state == "read"]
 
     def _read(
-        self,
-        parent: Span,
-        stage: StageRun,
-        name: str,
-        ticket: str,
-        backend: str = "",
-        links: Sequence[SpanLink] = (),
+        self, parent: Span, stage: StageRun, name: str, ticket: str, backend: str = "", links: Sequence[SpanLink] = ()
     ) -> Iterator[Span]:
         began = 0
         for line in self._handoffs:

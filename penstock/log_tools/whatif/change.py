@@ -67,14 +67,7 @@ def recorded_cost(size: RequestSize, at: Candidate, inputs: DecisionInputs, weig
             held -= below
             tiers = (held, held + each.host_blocks, held + below)
             cached = reusable(tiers, (each.host_cost, each.disk_cost), 0, size.blocks, Scalars)
-    cost = target_cost(
-        size,
-        cached,
-        held,
-        columns,
-        overlap_weight=weights.overlap,
-        prefill_weight=weights.prefill,
-    )
+    cost = target_cost(size, cached, held, columns, overlap_weight=weights.overlap, prefill_weight=weights.prefill)
     if at.worker in inputs.unloaded:
         cost = favoured(cost, -ADAPTER_TOKENS)
     return favoured(cost, favour_tokens(size)) if (at.worker, at.rank) in inputs.session else cost

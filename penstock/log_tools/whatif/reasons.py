@@ -224,12 +224,7 @@ def against(job: Job, weights: Weights) -> dict[str, tuple[str, float]]:
 
 
 def _against(
-    job: Job,
-    inputs: DecisionInputs,
-    chosen: TargetId,
-    table: Sequence[Candidate],
-    weights: Weights,
-    stage: Part,
+    job: Job, inputs: DecisionInputs, chosen: TargetId, table: Sequence[Candidate], weights: Weights, stage: Part
 ) -> dict[str, tuple[str, float]]:
     winner = next((each for each in table if (each.worker, each.rank) == chosen), None)
     if winner is None:

@@ -331,14 +331,7 @@ def orders(blocks: int) -> list[tuple[str, list[int]]]:
 
 
 def compare(
-    op: str,
-    transport: Transport,
-    bare: Bare,
-    peer: Endpoint,
-    pool: str,
-    ids: Sequence[int],
-    order: str,
-    rounds: int,
+    op: str, transport: Transport, bare: Bare, peer: Endpoint, pool: str, ids: Sequence[int], order: str, rounds: int
 ) -> HandoffBenchFigures:
     """Measure all three alternately, so that other load affects them alike. All generations must be 1."""
     here, there = transport.endpoint.pools[pool], peer.pools[pool]
@@ -351,11 +344,7 @@ def compare(
         else:
             transport.write(peer, pool, ids, ids).result()
 
-    kinds: tuple[Callable[[], None], ...] = (
-        lambda: bare.move(op, peer, move),
-        lambda: ours(()),
-        lambda: ours(ones),
-    )
+    kinds: tuple[Callable[[], None], ...] = (lambda: bare.move(op, peer, move), lambda: ours(()), lambda: ours(ones))
     samples: list[list[float]] = [[] for _ in kinds]
     for turn in range(WARM_ROUNDS + rounds):
         for kind, times in zip(kinds, samples, strict=True):

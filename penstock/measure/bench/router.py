@@ -89,8 +89,7 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
     prompt_tokens: Annotated[int, Meta(ge=1, description="of --prefix-ratios: mean length of a prompt")] = 14000
     output_tokens: Annotated[int, Meta(ge=2, description="of --prefix-ratios: tokens per answer")] = 200
     load: Annotated[
-        tuple[Positive, ...],
-        Meta(description="of a workload: share of what saturates round robin; otherwise speed-up"),
+        tuple[Positive, ...], Meta(description="of a workload: share of what saturates round robin; otherwise speed-up")
     ] = (0.3, 0.7, 1.0, 1.5)
     requests: Annotated[int, Meta(ge=0, description="requests; 0: the whole trace, or 500 per worker")] = 0
     seeds: Annotated[int, Meta(ge=1, le=100, description="runs per policy and load")] = 5
@@ -117,8 +116,7 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
     ] = Weights().local_prefill_tokens
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.0
     move_path: Annotated[
-        Literal["host", "rdma"],
-        Meta(description="of policy kv_moves: within a host, or between them"),
+        Literal["host", "rdma"], Meta(description="of policy kv_moves: within a host, or between them")
     ] = "host"
     jobs: Annotated[int, Meta(ge=1, description="processes")] = 1
     json: Annotated[str, Meta(description="file for the figures")] = ""

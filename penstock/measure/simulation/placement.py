@@ -204,25 +204,14 @@ class SimulatedRouter:
         )
 
     def _decide(
-        self,
-        arrival: Arrival,
-        request: RoutingRequest,
-        cached: Mapping[TargetId, int],
-        now_ns: int,
-        waited_s: float,
+        self, arrival: Arrival, request: RoutingRequest, cached: Mapping[TargetId, int], now_ns: int, waited_s: float
     ) -> RoutingDecision:
         self._number += 1
         if arrival.session:
             targets = self._decisions.sessions.targets(arrival.session_id, arrival.id)
             request = msgspec.structs.replace(request, session=targets)
         return self._decisions.decide(
-            request,
-            arrival.keys,
-            cached,
-            now_ns=now_ns,
-            seed=arrival.seed,
-            number=self._number,
-            waited_s=waited_s,
+            request, arrival.keys, cached, now_ns=now_ns, seed=arrival.seed, number=self._number, waited_s=waited_s
         )
 
     def _place(self, arrival: Arrival, decision: RoutingDecision, now_ns: int) -> PlacedArrival:

@@ -15,14 +15,7 @@ from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.sweep.report import knee_of, load_text, print_report
-from penstock.measure.sweep.results import (
-    BadResults,
-    EndpointSeries,
-    LevelResult,
-    mean,
-    read_series,
-    values_of,
-)
+from penstock.measure.sweep.results import BadResults, EndpointSeries, LevelResult, mean, read_series, values_of
 
 COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a16207", "#be185d", "#4d7c0f", "#0369a1", "#6b7280")
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"

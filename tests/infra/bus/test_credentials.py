@@ -264,9 +264,7 @@ async def test_a_login_that_is_too_long_for_the_broker_names_its_setting(
         await works(url, "worker")
 
 
-async def test_a_user_of_a_scoped_signing_key_has_the_rights_of_its_role_and_a_short_login(
-    tmp_path: Path,
-) -> None:
+async def test_a_user_of_a_scoped_signing_key_has_the_rights_of_its_role_and_a_short_login(tmp_path: Path) -> None:
     """As docs/roles.md makes them: the account's JWT has the rights, and the user's fits the server's default."""
     nkeys = pytest.importorskip("nkeys")
     (signing, signing_key), port = seed(nkeys.PREFIX_BYTE_ACCOUNT), free_port()

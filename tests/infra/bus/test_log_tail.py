@@ -205,9 +205,7 @@ async def test_forged_live_messages_are_ignored(bus: Bus) -> None:
         await bus.nc.publish(live, b"forged")
         await bus.nc.publish(live, b"forged", headers={"Nats-Subject": bus.subjects.tokens("a")})
         await bus.nc.publish(
-            live,
-            b"forged",
-            headers={"Nats-Subject": "x", "Nats-Sequence": "many", "Nats-Last-Sequence": "0"},
+            live, b"forged", headers={"Nats-Subject": "x", "Nats-Sequence": "many", "Nats-Last-Sequence": "0"}
         )
         await follower.is_complete(await put(bus, "a"))
         assert follower.tail.repairs == 0

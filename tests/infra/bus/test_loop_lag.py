@@ -5,14 +5,7 @@ import time
 
 import pytest
 
-from penstock.infra.bus.loop_lag import (
-    EVERY_S,
-    WINDOW_S,
-    LoopLag,
-    ThreadTimes,
-    Worst,
-    gauge,
-)
+from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S, LoopLag, ThreadTimes, Worst, gauge
 from penstock.infra.metrics.scope import MetricScope
 from tests.infra.bus.support import eventually
 

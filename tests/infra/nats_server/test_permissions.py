@@ -40,9 +40,7 @@ NOBODY = (
     "$SYS.REQ.SERVER.PING",
 )
 # What some role may do of that all the same.
-SOME = {
-    "reader": {"$JS.API.DIRECT.GET.ps_SUBMIT", "$JS.API.DIRECT.GET.ps_HANDOFF", "$JS.API.STREAM.MSG.GET.ps_SUBMIT"},
-}
+SOME = {"reader": {"$JS.API.DIRECT.GET.ps_SUBMIT", "$JS.API.DIRECT.GET.ps_HANDOFF", "$JS.API.STREAM.MSG.GET.ps_SUBMIT"}}
 
 CONTENT = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "SUBMIT", "MEMORY_CONTENTS", "MEMORY_TOKENS")
 OBJECTS = ("media", "batches", "results", "snapshots")

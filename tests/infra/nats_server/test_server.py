@@ -23,13 +23,7 @@ from penstock.configs.settings import NatsSettings
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import connect as open_bus
 from penstock.infra.nats_server import server
-from penstock.infra.nats_server.apply_streams import (
-    SET_BY_OPERATOR,
-    apply,
-    metadata_of,
-    stream_configs,
-    widened,
-)
+from penstock.infra.nats_server.apply_streams import SET_BY_OPERATOR, apply, metadata_of, stream_configs, widened
 from penstock.infra.nats_server.binary import ServerFailed, find_server, parse_version
 from penstock.infra.nats_server.config import USERS, ServerConfig, render
 from penstock.infra.nats_server.datadir import DataDirBusy, Lock, load_secrets

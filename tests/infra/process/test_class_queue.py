@@ -31,9 +31,7 @@ def push(waiting: RequestQueue[None], id: str, size: float, *, at: int = 0, tena
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5000), st.integers(0, 2)), min_size=1, max_size=120))
-def test_every_request_is_taken_after_a_multiple_of_the_work_in_front_of_it(
-    steps: list[tuple[int, int, int]],
-) -> None:
+def test_every_request_is_taken_after_a_multiple_of_the_work_in_front_of_it(steps: list[tuple[int, int, int]]) -> None:
     """Arrivals and turns in any order, short requests first: what goes before a request is bounded."""
     waiting: RequestQueue[None] = RequestQueue()
     had, front, largest = 0.0, 0.0, 0.0

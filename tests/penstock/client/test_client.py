@@ -339,9 +339,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
     assert loaded - set(sys.stdlib_module_names) <= {"penstock"} | theirs
 
 
-async def test_a_server_that_ends_before_tls_began_is_left_for_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_ends_before_tls_began_is_left_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: set[str] = set()
 
     async def ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -28,12 +28,7 @@ from tests.penstock.planner.engines import engine
 from tests.schemas.samples import REQUEST
 
 RULES = Rules(
-    ttft_ms=500.0,
-    itl_ms=20.0,
-    predictor="constant",
-    interval_s=0.1,
-    start_s=0.1,
-    bounds={"aggregated": Bounds(1, 9)},
+    ttft_ms=500.0, itl_ms=20.0, predictor="constant", interval_s=0.1, start_s=0.1, bounds={"aggregated": Bounds(1, 9)}
 )
 TIMINGS: dict[Role, object] = {"aggregated": engine()}
 

@@ -20,16 +20,7 @@ from penstock.measure.profile import kernels
 from penstock.workers.engines.external.runtime import children_of
 from penstock.workers.session.process import EXIT_ENGINE
 from tests.pipeline.shared.test_nats_api import Submitter
-from tests.pipeline.support import (
-    Deployment,
-    accepted,
-    ending,
-    idle_workers,
-    parse_sse,
-    registrations,
-    stopped,
-    until,
-)
+from tests.pipeline.support import Deployment, accepted, ending, idle_workers, parse_sse, registrations, stopped, until
 
 pytestmark = pytest.mark.timeout(180)
 

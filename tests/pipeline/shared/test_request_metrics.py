@@ -66,9 +66,7 @@ async def test_a_background_response_counts_when_it_ends(counted: Counted, gatew
     )
 
 
-async def test_a_background_response_that_fails_counts_as_such(
-    slow: Deployment,
-) -> None:
+async def test_a_background_response_that_fails_counts_as_such(slow: Deployment) -> None:
     counted = Counted(slow.urls[0], await metrics(slow.urls[0]))
     async with httpx.AsyncClient(base_url=slow.urls[0], trust_env=False, timeout=30) as client:
         body = OPTIONS | {"input": words(20, 2), "max_output_tokens": 2_000, "background": True, "timeout_s": 0.5}

@@ -25,9 +25,7 @@ def decider(monkeypatch: pytest.MonkeyPatch) -> tuple[Decider, LoadTracker]:
     return Decider(cluster, RouterSettings(seed=1), Metrics(MetricScope())), tracker
 
 
-def test_more_than_12_targets_without_numpy_are_decided_and_reported_once(
-    decider: tuple[Decider, LoadTracker],
-) -> None:
+def test_more_than_12_targets_without_numpy_are_decided_and_reported_once(decider: tuple[Decider, LoadTracker]) -> None:
     decides, tracker = decider
     pending = PendingRequest(request(), b"", "", 0)
     tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 4, 4096, dp_size=12))

@@ -4,12 +4,7 @@ import time
 from random import Random
 
 from penstock.router.placement.cost import RequestSize, target_cost
-from penstock.router.state.target_loads import (
-    LearnedCosts,
-    TargetColumns,
-    TargetLoads,
-    Task,
-)
+from penstock.router.state.target_loads import LearnedCosts, TargetColumns, TargetLoads, Task
 from penstock.schemas.cells import SLOT_TOKENS
 
 

@@ -306,8 +306,7 @@ def test_bias_forces_a_token(subject: Subject, shared: Driver) -> None:
 # -- constraints
 
 CALL = Constraint(
-    LARK,
-    'start: "<" WORD "> " %json {"type": "integer", "minimum": 100, "maximum": 999}\nWORD: /[a-z]{2,9}/',
+    LARK, 'start: "<" WORD "> " %json {"type": "integer", "minimum": 100, "maximum": 999}\nWORD: /[a-z]{2,9}/'
 )
 SHAPES = {
     "expression": (Constraint(REGEX, r"([a-z]{2}, ){2,4}[0-9]{3}"), r"([a-z]{2}, ){2,4}[0-9]{3}"),

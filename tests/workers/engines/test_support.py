@@ -18,16 +18,7 @@ from penstock.workers.engines.support import (
 )
 from penstock.workers.run_worker import check_settings
 from penstock.workers.runners.pipeline_runner import build_engine
-from tests.workers.engines.contract import (
-    ALL,
-    ALTERNATIVES,
-    CONTINUED,
-    MIN_P,
-    PENALTIES,
-    SEEDED_RESUME,
-    SEEDS,
-    Subject,
-)
+from tests.workers.engines.contract import ALL, ALTERNATIVES, CONTINUED, MIN_P, PENALTIES, SEEDED_RESUME, SEEDS, Subject
 
 ENGINES = tuple(SUPPORT)
 

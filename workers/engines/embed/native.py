@@ -184,9 +184,5 @@ class NativeEmbeddingEngine:
 def from_settings(settings: WorkerSettings, path: Path) -> NativeEmbeddingEngine:
     """The engine of an embed worker; raises as ``NativeEmbeddingEngine``."""
     return NativeEmbeddingEngine(
-        path,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        max_len=settings.max_model_len,
+        path, device=settings.device, dtype=settings.dtype, threads=settings.threads, max_len=settings.max_model_len
     )

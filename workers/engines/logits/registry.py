@@ -66,10 +66,7 @@ class Registry:
     """
 
     def __init__(
-        self,
-        specs: Iterable[str] = (),
-        model: ModelInfo = _NO_MODEL,
-        defaults: Sequence[LogitsProcessor] = (),
+        self, specs: Iterable[str] = (), model: ModelInfo = _NO_MODEL, defaults: Sequence[LogitsProcessor] = ()
     ) -> None:
         self.errors = ErrorCounter()
         self._model = model

@@ -35,14 +35,7 @@ from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.user_folder import OwnFolder
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines import budgets
-from penstock.workers.engines.core.sequence import (
-    Executor,
-    PendingStep,
-    Sampled,
-    ScheduledSequence,
-    Sequence,
-    Waypoint,
-)
+from penstock.workers.engines.core.sequence import Executor, PendingStep, Sampled, ScheduledSequence, Sequence, Waypoint
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.native.cuda.packing import PackedStep
 from penstock.workers.engines.native.model.attention import TokenSpan

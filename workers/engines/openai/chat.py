@@ -19,15 +19,7 @@ from penstock.schemas.errors import Code
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.external.sampling import check_sampling, seed_of
 from penstock.workers.engines.external.sequences import Token
-from penstock.workers.engines.openai.protocol import (
-    ABORTED,
-    SEEDS,
-    TAIL,
-    BadAnswer,
-    ServerAbilities,
-    ended,
-    tokens_of,
-)
+from penstock.workers.engines.openai.protocol import ABORTED, SEEDS, TAIL, BadAnswer, ServerAbilities, ended, tokens_of
 
 _THOUGHTS, _CALLS = TABLE.thoughts(PARSED), TABLE.calls(PARSED)
 assert _THOUGHTS is not None

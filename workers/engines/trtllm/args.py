@@ -14,15 +14,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.rules.rule import Context, Finding
 from penstock.infra.engine_args.schema import EngineArgs
-from penstock.infra.engine_args.tree import (
-    AUTODEPLOY,
-    BadArguments,
-    Tree,
-    decode,
-    merge,
-    section_keys,
-    speculation_of,
-)
+from penstock.infra.engine_args.tree import AUTODEPLOY, BadArguments, Tree, decode, merge, section_keys, speculation_of
 
 log = structlog.get_logger("engine")
 

@@ -104,12 +104,7 @@ def pack(params: Any, layout: str, context: Seq[int]) -> bytes:
 
 
 def unpack(
-    opaque: bytes,
-    kind: type[Any],
-    layout: str,
-    tokens: Seq[int],
-    prompt: int,
-    logprob: type[Any] | None = None,
+    opaque: bytes, kind: type[Any], layout: str, tokens: Seq[int], prompt: int, logprob: type[Any] | None = None
 ) -> tuple[Any, int]:
     """Parameters for the engine that continues, and how many of the last ``tokens`` the prefill engine drew.
 

@@ -170,10 +170,7 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
             raise EngineError(f"TensorRT-LLM's encoder did not start: {error!r}") from error
         undo.callback(shut_down, encoder)
         encoder = TrtllmVisionEncoder(
-            encoder,
-            lambda handle: shared.from_dict(handle).get_local_view(),
-            model.vision,
-            settings.embed_slots,
+            encoder, lambda handle: shared.from_dict(handle).get_local_view(), model.vision, settings.embed_slots
         )
         encoder.resources = undo.pop_all()
     info = EngineInfo(

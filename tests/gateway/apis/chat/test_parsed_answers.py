@@ -457,13 +457,7 @@ STOPPED = "<think>\nNot yet: 1 + 2.\n</think>\n\nIt is 3 + 4 Paris."
     ],
 )
 def test_stop_strings_are_searched_in_the_content_alone(
-    demo: PrepareContext,
-    text: str,
-    stop: str,
-    content: str,
-    thought: str,
-    arguments: list[str] | None,
-    ends: bool,
+    demo: PrepareContext, text: str, stop: str, content: str, thought: str, arguments: list[str] | None, ends: bool
 ) -> None:
     asked, items = request(demo, stop=[stop]), answer(demo.model, text)
     message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(items)))

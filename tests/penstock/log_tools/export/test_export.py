@@ -76,10 +76,7 @@ async def messages(bus: Bus, name: str) -> list[tuple[str, int, str, dict[str, s
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 async def test_a_file_is_served_with_every_message_at_its_sequence_and_time(
-    bus: Bus,
-    run: Run,
-    tmp_path: Path,
-    suffix: str,
+    bus: Bus, run: Run, tmp_path: Path, suffix: str
 ) -> None:
     ids = await recorded(bus)
     file = tmp_path / f"all.{suffix}"
@@ -97,10 +94,7 @@ async def test_a_file_is_served_with_every_message_at_its_sequence_and_time(
 
 
 async def test_a_batch_smaller_than_the_stream_is_followed_by_the_next(
-    bus: Bus,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bus: Bus, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await recorded(bus, 7)
     monkeypatch.setattr(read_lines, "BATCH", 2)
@@ -140,10 +134,7 @@ async def test_of_a_few_requests_the_log_is_read_from_the_acceptance_to_the_end_
 
 
 async def test_one_request_is_exported_without_the_others(
-    bus: Bus,
-    run: Run,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    bus: Bus, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = await recorded(bus)
     file = tmp_path / "one.jsonl"
@@ -158,10 +149,7 @@ async def test_one_request_is_exported_without_the_others(
 
 
 async def test_of_a_stopped_deployment_an_export_reads_what_an_inspection_reads_and_the_request(
-    bus: Bus,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bus: Bus, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = [time.time_ns() - (10 - number) * 60 * 10**9 for number in range(8)]
     requests = [await accept(bus, id=new_request_id(at), created_ns=at) for at in times]
@@ -201,10 +189,7 @@ async def test_of_a_stopped_deployment_an_export_reads_what_an_inspection_reads_
 
 
 async def test_commands_that_read_the_log_read_a_file(
-    bus: Bus,
-    run: Run,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    bus: Bus, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = await recorded(bus)
     file = str(tmp_path / "all.jsonl")
@@ -238,11 +223,7 @@ async def test_an_import_waits_for_what_the_broker_has_read_and_not_stored_yet(
 
 
 async def test_an_import_keeps_times_in_a_folder_and_in_a_running_broker(
-    bus: Bus,
-    run: Run,
-    broker: EmbeddedNats,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    bus: Bus, run: Run, broker: EmbeddedNats, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = await recorded(bus)
     file, own = str(tmp_path / "all.jsonl"), bus.subjects.namespace
@@ -300,10 +281,7 @@ async def test_no_files_are_written_for_a_nats_server_that_was_not_tested(
 
 
 async def test_a_damaged_line_is_named_and_can_be_left_out(
-    bus: Bus,
-    run: Run,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    bus: Bus, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await recorded(bus)
     file, folder = tmp_path / "bad.jsonl", tmp_path / "new"

@@ -147,9 +147,7 @@ def test_the_file_of_a_cell_keeps_its_suffix(name: str, expected: str) -> None:
     assert output_of(name, 1) == expected
 
 
-async def test_the_logs_of_a_stopped_deployments_cells_are_read(
-    make_broker: Callable[..., EmbeddedNats],
-) -> None:
+async def test_the_logs_of_a_stopped_deployments_cells_are_read(make_broker: Callable[..., EmbeddedNats]) -> None:
     home = make_broker()
     asked = await stored(home)
     (home.data_dir / "cells").mkdir()

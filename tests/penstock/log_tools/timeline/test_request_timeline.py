@@ -52,10 +52,7 @@ def three_stages() -> list[list[Callable[[RequestTimeline], None]]]:
             lambda made: made.add_work("prefill", "p-1", at(10), encoded("e-1", 4)),
             lambda made: made.add_work("decode", "d-1", at(22), prefilled("p-1", 12, 20)),
         ],
-        [
-            lambda made: made.add_handoff(line("offered", 21.5)),
-            lambda made: made.add_handoff(line("read", 24)),
-        ],
+        [lambda made: made.add_handoff(line("offered", 21.5)), lambda made: made.add_handoff(line("read", 24))],
         [lambda made: made.add_tokens("d-1", at(30), item)],
         [lambda made: made.add_end(done(50), at(51))],
     ]

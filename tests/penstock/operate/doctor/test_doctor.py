@@ -214,9 +214,7 @@ def test_a_disk_is_measured_by_what_the_streams_may_grow_to(tmp_path: Path, monk
     assert found(20, 100, None).status is CheckStatus.ok
 
 
-async def test_a_deployment_s_disk_is_measured_by_its_own_streams(
-    make_broker: Callable[[], EmbeddedNats],
-) -> None:
+async def test_a_deployment_s_disk_is_measured_by_its_own_streams(make_broker: Callable[[], EmbeddedNats]) -> None:
     server = make_broker()
     await server.start()
     await apply_at(server.url(), server.subjects, store_size=0.8)

@@ -18,14 +18,7 @@ from penstock.schemas.done import Usage
 from penstock.schemas.requests import GenerateRequest, Parsing, Sampling, Stop
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.external.sequences import Token
-from penstock.workers.engines.openai.chat import (
-    BY_FLAGS,
-    AnswerText,
-    ChatReader,
-    chat_body_of,
-    check_chat,
-    continues,
-)
+from penstock.workers.engines.openai.chat import BY_FLAGS, AnswerText, ChatReader, chat_body_of, check_chat, continues
 from penstock.workers.engines.openai.protocol import BadAnswer, ServerAbilities
 from tests.properties import examples
 

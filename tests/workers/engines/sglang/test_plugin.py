@@ -23,9 +23,7 @@ def test_the_tokens_travel_in_a_comment_of_the_grammar() -> None:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's, without the plugin."""
-    from sglang.srt.constrained.llguidance_backend import (  # type: ignore[import-not-found, unused-ignore]
-        GuidanceBackend,
-    )
+    from sglang.srt.constrained.llguidance_backend import GuidanceBackend  # type: ignore[import-not-found, unused-ignore]
 
     monkeypatch.setattr(GuidanceBackend, "dispatch_ebnf", inspect.unwrap(GuidanceBackend.dispatch_ebnf))
     return GuidanceBackend

@@ -76,10 +76,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 
 def verify(
-    model: Model,
-    expected: Expected,
-    paged: Callable[[KvPool, int, int], attention.Paged],
-    rounding: float = ROUNDING,
+    model: Model, expected: Expected, paged: Callable[[KvPool, int, int], attention.Paged], rounding: float = ROUNDING
 ) -> None:
     """Compare logits of a prefill and a decode step with ``reference``'s.
 

@@ -170,11 +170,7 @@ def test_other_kinds_are_refused(kind: str) -> None:
 
 
 @examples(150)
-@given(
-    form=st.sampled_from(sorted(FORMATS)),
-    at=st.integers(0, 2000),
-    noise=st.binary(min_size=1, max_size=30),
-)
+@given(form=st.sampled_from(sorted(FORMATS)), at=st.integers(0, 2000), noise=st.binary(min_size=1, max_size=30))
 def test_damaged_files_are_decoded_or_refused_but_nothing_else(form: str, at: int, noise: bytes) -> None:
     raw = bytearray(file(shades((40, 30)), form))
     raw[at % len(raw) : at % len(raw) + len(noise)] = noise

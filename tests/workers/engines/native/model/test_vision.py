@@ -75,9 +75,7 @@ def test_text_without_pictures_too(seeing: ScheduledEngine) -> None:
 def test_two_pictures_in_one_prompt_and_text_beside_it_in_one_batch(seeing: ScheduledEngine) -> None:
     reservation = encoded(seeing, (5, 6))
     both, text = prompt(2), prompt(0, "Hello.")
-    said = tokens(
-        run(seeing, [asking("both", both, reservation.slots, (5, 6)), asking("text", text, [], [])]),
-    )
+    said = tokens(run(seeing, [asking("both", both, reservation.slots, (5, 6)), asking("text", text, [], [])]))
     assert said == {"both": expected(both, (5, 6)), "text": expected(text, ())}
     assert expected(both, (5, 6)) != expected(both, (6, 5))
     seeing.vision.release(reservation)
