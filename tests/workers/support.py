@@ -260,10 +260,11 @@ class LogClient:
         rank: int = 0,
         suspect: str = "",
         move: Move | None = None,
+        revision: str = "",
     ) -> int:
         """Publish a job as a router does; its sequence in WORK. ``route``: the stages after this worker."""
         stages = (Stage(role, worker, rank, move), *route) if move is not None else ()
-        decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns(), rank=rank, route=stages)
+        decision = Decision("kv", worker, "test", time.time_ns(), rank=rank, route=stages, revision=revision)
         raw = msgspec.Raw(wire.encode(asked))
         job = Job(raw, attempt, decision, resume, finished, route, endings, suspect=suspect)
         load = jobs.load_header(

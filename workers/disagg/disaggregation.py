@@ -435,7 +435,7 @@ class DisaggCoordinator:
         if pinned is None or ticket is None:
             self._terminal.requeue(running, "no blocks to hand off")
             return
-        job = msgspec.Raw(wire.encode(next_job(running)))
+        job = msgspec.Raw(wire.encode(next_job(running, self._context.model.revision)))
         prefilled = Prefilled(
             running.request.id,
             running.attempt,

@@ -305,9 +305,13 @@ class TokenRunner:
         return admit(job, request, delivery, self._context.model.detokenizer)
 
     async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
-        if self._of_other_weights(running, stage_input):
-            self._terminal.requeue(running, OTHER_WEIGHTS)
-            return
+        if self._weights is not None and (drew := self._other_weights(running)) is not None:
+            if stage_input is not None:  # nor is what they computed of the prompt of use
+                self.release_input(stage_input)
+                stage_input = None
+            if drew != self._weights.shown.before:
+                self._terminal.requeue(running, OTHER_WEIGHTS)
+                return
         for sequence in running.sequences:
             finish = already_over(sequence, running.request)
             if finish is not None and running.outcomes[sequence.index] is None:
@@ -321,15 +325,15 @@ class TokenRunner:
         else:
             self._start(running, stage_input)
 
-    def _of_other_weights(self, running: RunningRequest, stage_input: StageInput | None) -> bool:
-        """Whether other weights than these drew tokens of a request, and nobody asked these to continue."""
-        if self._weights is None or running.job is None or not any(each.tokens for each in running.sequences):
-            return False
-        drew, now = running.job.decision.revision, self._context.model.revision
-        if drew in ("", now):
-            return False
+    def _other_weights(self, running: RunningRequest) -> str | None:
+        """The revision whose weights drew tokens of a request; None: there are none, or these drew them."""
+        if running.job is None or not any(each.tokens for each in running.sequences):
+            return None
+        drew = running.job.decision.revision
+        if drew in ("", self._context.model.revision):
+            return None
         running.revisions = (done.EarlierRevision(drew, tuple(len(each.tokens) for each in running.sequences)),)
-        return stage_input is None and drew != self._weights.shown.before
+        return drew
 
     async def _compile(self, grammars: Grammars, running: RunningRequest, stage_input: StageInput | None) -> None:
         """Start a request once its constraint is compiled. That takes milliseconds, and the engine does not wait."""

@@ -266,9 +266,16 @@ def stamps(running: RunningRequest) -> Stamps | None:
     return Stamps(**running.stamp_times, preemptions=preemptions, engine=engine)
 
 
-def next_job(running: RunningRequest) -> Job:
-    """The job for the next stage, which continues behind what was generated here."""
+def next_job(running: RunningRequest, revision: str = "") -> Job:
+    """The job for the next stage, which continues behind what was generated here.
+
+    Args:
+        revision: of the weights that generated it; they may have been replaced since the decision.
+    """
     assert running.job is not None
+    decision = running.job.decision
+    if decision.revision and revision:
+        decision = msgspec.structs.replace(decision, revision=revision)
     wanted = running.request.sampling.logprobs is not None
     finished, endings = [], []
     for sequence, outcome in zip(running.sequences, running.outcomes, strict=True):
@@ -277,6 +284,7 @@ def next_job(running: RunningRequest) -> Job:
             endings.append(sequence.finish or Finish(outcome.reason, outcome.stop))
     return msgspec.structs.replace(
         running.job,
+        decision=decision,
         resume=tuple(sequence.tokens.tobytes() for sequence in running.sequences),
         finished=tuple(finished),
         endings=tuple(endings),

@@ -24,8 +24,9 @@ from penstock.infra.bus import object_store
 from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import block_hashes, control, jobs, wire
+from penstock.schemas.done import EarlierRevision
 from penstock.schemas.errors import Code
-from penstock.schemas.fleet import FIXED, WorkerState
+from penstock.schemas.fleet import FIXED, WeightsState, WorkerState
 from penstock.schemas.jobs import Move, Stage
 from penstock.schemas.requests import GenerateRequest, Media, Sampling
 from penstock.schemas.subjects import Subjects
@@ -355,7 +356,7 @@ async def test_a_stalled_transfer_ends_in_time_and_its_blocks_wait_in_quarantine
         assert time.monotonic() - began < FAST["transfer_timeout_s"] + 3
         assert log.streamed(asked) == answer(asked)
         states = await log.states(asked, "offered", "quarantined", "failed")
-        assert ("leased" in states) == (not host), "what is read is its leading layers, which have no line of their own"
+        assert "leased" in states or host, "leading layers, which it may be reading, have no line of their own"
         assert (await pair.decode.stats()).reserved_blocks == 8
         assert (await pair.decode.stats()).pinned_blocks == 8, "nobody else gets what may still be written to"
         pair.network.resume(agent)  # its late data lands in the quarantined blocks
@@ -965,6 +966,39 @@ async def test_kv_that_came_while_the_weights_stood_still_is_not_used_with_other
     runner.submit_parked()
     assert "another revision" in (await log.handed_back(asked)).reason
     assert log.streamed(asked) == answer(asked)[:1]
+    await pair.free()
+
+
+async def replaced(log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch, before: str = "") -> GenerateRequest:
+    """A request that prefill hands off with other weights than decode has. ``before``: as of ``WeightsState``."""
+    weights = SimpleNamespace(holds=False, watches=False, shown=WeightsState(before=before))
+    for each in pair.prefill, pair.decode:
+        monkeypatch.setattr(each.session.runner, "_weights", weights)
+    asked, pair.decode.model.revision = request(PROMPT), "another"
+    await log.send_job(pair.prefill.id, asked, role="prefill", route=pair.route, revision="replaced since")
+    return asked
+
+
+async def test_kv_of_weights_that_were_replaced_before_it_came_is_not_used(
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = await replaced(log, pair, monkeypatch)
+    assert "another revision" in (await log.handed_back(asked)).reason
+    assert log.streamed(asked) == answer(asked)[:1]
+    assert not (await pair.decode.stats()).cached_blocks
+    await pair.free()
+
+
+async def test_weights_that_are_asked_to_continue_others_compute_the_prompt_themselves(
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = await replaced(log, pair, monkeypatch, before=pair.prefill.model.revision)
+    end = await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    assert end.timings.made_with is not None
+    assert end.timings.made_with.before == (EarlierRevision(pair.prefill.model.revision, (1,)),)
+    assert (await pair.decode.stats()).prompt_tokens == len(PROMPT)
+    assert not await computed(pair.decode)
     await pair.free()
 
 
