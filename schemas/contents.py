@@ -14,7 +14,8 @@ from blake3 import blake3
 
 from penstock.schemas import jobs
 from penstock.schemas.jobs import Job
-from penstock.schemas.requests import Fallback, GenerateRequest, LogitsProcessor, Media, decode
+from penstock.schemas.requests import Fallback, GenerateRequest, Media, decode
+from penstock.schemas.trace import Trace
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.schemas.wire import encode
 
@@ -27,45 +28,17 @@ def without_content(request: GenerateRequest, key: bytes) -> GenerateRequest:
     Args:
         key: 32 secret bytes that key the digests of media and the session, which routers only compare.
     """
-    sampling, stop = request.sampling, request.stop
-    if sampling.logit_bias or sampling.logits_processors:
-        processors = tuple(LogitsProcessor(each.name) for each in sampling.logits_processors)
-        sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=processors)
-    if stop.token_ids or stop.strings:
-        stop = msgspec.structs.replace(stop, token_ids=(), strings=())
     media = tuple(
         Media(blake3(each.digest, key=key).digest(), "", 0, each.position, each.tokens, each.private)
         for each in request.media
     )
-    drawn, embedding, trace = request.diffusion, request.embedding, request.trace
-    if drawn is not None:
-        drawn = msgspec.structs.replace(drawn, prompt="", negative="")
-    if embedding is not None:
-        embedding = embedding.without_texts()
-    if trace is not None:
-        trace = msgspec.structs.replace(trace, state="")
     session = request.session and blake3(request.session.encode(), key=key).hexdigest(16)
-    return msgspec.structs.replace(
-        request,
-        prompt=b"",
-        prompt_length=request.prompt_tokens,
-        sampling=sampling,
-        stop=stop,
-        salt="",
-        media=media,
-        diffusion=drawn,
-        embedding=embedding,
-        parsing=None,
-        session=session,
-        client_body=b"",
-        chat=b"",
-        constraint=None,
-        trace=trace,
-        fallbacks=tuple(
-            Fallback(each.model, encode(without_content(decode(each.request), key)) if each.request else b"")
-            for each in request.fallbacks
-        ),
+    fallbacks = tuple(
+        Fallback(each.model, encode(without_content(decode(each.request), key)) if each.request else b"")
+        for each in request.fallbacks
     )
+    left = request.without_texts(trace=request.trace and Trace(request.trace.parent), fallbacks=fallbacks)
+    return msgspec.structs.replace(left, salt="", media=media, session=session)
 
 
 def part_of(attempt: int, stage: str = "") -> str:

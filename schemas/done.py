@@ -14,10 +14,10 @@ import msgspec
 from penstock.schemas import requests
 from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
-from penstock.schemas.requests import Embedding, GenerateRequest, Parsing
+from penstock.schemas.requests import GenerateRequest, Parsing
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import COUNTS, FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
-from penstock.schemas.trace import Stamps
+from penstock.schemas.trace import Stamps, Trace
 from penstock.schemas.wire import (
     TOKEN_BYTES,
     content_type,
@@ -373,29 +373,10 @@ def without_content(event: Done, request: GenerateRequest | None = None) -> Done
 
 def without_text(request: GenerateRequest) -> GenerateRequest:
     """The request without the fields that can have its client's text, or numbers derived from it."""
-    sampling, stop = request.sampling, request.stop
-    if sampling.logit_bias or sampling.logits_processors:
-        sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=())
-    if stop.token_ids or stop.strings:
-        stop = msgspec.structs.replace(stop, token_ids=(), strings=())
+    left = request.without_texts(trace=request.trace and Trace(request.trace.parent))
+    sampling = msgspec.structs.replace(left.sampling, logits_processors=())
     return msgspec.structs.replace(
-        request,
-        prompt=b"",
-        prompt_length=0,
-        digests=b"",
-        sampling=sampling,
-        stop=stop,
-        salt="",
-        media=(),
-        diffusion=None,
-        embedding=_without_texts(request),
-        parsing=None,
-        session="",
-        client_body=b"",
-        chat=b"",
-        constraint=None,
-        fallbacks=(),
-        trace=None if request.trace is None else msgspec.structs.replace(request.trace, state=""),
+        left, prompt_length=0, digests=b"", sampling=sampling, salt="", media=(), diffusion=None, session=""
     )
 
 
@@ -440,18 +421,12 @@ def _without_prompt(event: Done) -> Done:
         request = None
     if request is None:
         return event
-    drawn = request.diffusion
-    if drawn is not None:
-        drawn = msgspec.structs.replace(drawn, prompt="", negative="")
+    drawn, embedding = request.diffusion, request.embedding
     request = msgspec.structs.replace(
-        request, prompt=b"", digests=b"", media=(), diffusion=drawn, embedding=_without_texts(request), fallbacks=(),
-        chat=b"",
+        request, prompt=b"", digests=b"", media=(), diffusion=drawn and drawn.without_texts(),
+        embedding=embedding and embedding.without_texts(), fallbacks=(), chat=b"",
     )  # fmt: skip
     return msgspec.structs.replace(event, submitted=encode(request))
-
-
-def _without_texts(request: GenerateRequest) -> Embedding | None:
-    return None if request.embedding is None else request.embedding.without_texts()
 
 
 def _without_scores(event: Done) -> Done:

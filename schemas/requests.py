@@ -133,6 +133,10 @@ class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):
     quality: int = 0  # 1 .. 100, of lossy formats; 0: the encoder's own
     inline: bool = False  # the answer contains the files instead of their URLs
 
+    def without_texts(self) -> "Diffusion":
+        """This request without its client's content."""
+        return msgspec.structs.replace(self, prompt="", negative="")
+
 
 class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request for vectors, one per input. Inputs are ``texts``, or consecutive parts of the request's prompt.
@@ -266,6 +270,30 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     fallback: int = 0  # which of the fallbacks of the stored request this is, from 1; 0: none
     fell_back_at: int = 0  # its first attempt as this fallback
     chat: bytes = b""  # JSON: the chat and its options as the client gave them, with the mark CARRIED_CHAT; else b""
+
+    def without_texts(self, *, trace: Trace | None = None, fallbacks: tuple[Fallback, ...] = ()) -> "GenerateRequest":
+        """This request without its client's text, with these instead of its own; processors keep their names."""
+        sampling, stop = self.sampling, self.stop
+        if sampling.logit_bias or sampling.logits_processors:
+            processors = tuple(LogitsProcessor(each.name) for each in sampling.logits_processors)
+            sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=processors)
+        if stop.token_ids or stop.strings:
+            stop = msgspec.structs.replace(stop, token_ids=(), strings=())
+        return msgspec.structs.replace(
+            self,
+            prompt=b"",
+            prompt_length=self.prompt_tokens,
+            sampling=sampling,
+            stop=stop,
+            diffusion=self.diffusion and self.diffusion.without_texts(),
+            embedding=self.embedding and self.embedding.without_texts(),
+            parsing=None,
+            client_body=b"",
+            chat=b"",
+            constraint=None,
+            trace=trace,
+            fallbacks=fallbacks,
+        )
 
     @property
     def prompt_tokens(self) -> int:

@@ -35,7 +35,7 @@ from penstock.schemas.jobs import (
     LoadHeader,
     score_table,
 )
-from penstock.schemas.requests import GenerateRequest, LogitsProcessor, stored_as_fallback, without_fallbacks
+from penstock.schemas.requests import GenerateRequest, stored_as_fallback, without_fallbacks
 from penstock.schemas.tokens import Finish, Logprob
 
 EVIDENCE_S = 30.0  # Kubernetes starts a container that crashed a second time again after 20 s
@@ -130,31 +130,7 @@ class PendingRequest(msgspec.Struct, eq=False):
 def trimmed(request: GenerateRequest) -> GenerateRequest:
     """What a router reads of a request: not its prompt, and little else that its client wrote. The job has it as it
     was stored (``PendingRequest.raw``)."""
-    sampling, stop, drawn, embedding = request.sampling, request.stop, request.diffusion, request.embedding
-    if sampling.logit_bias or sampling.logits_processors:
-        processors = tuple(LogitsProcessor(each.name) for each in sampling.logits_processors)
-        sampling = msgspec.structs.replace(sampling, logit_bias={}, logits_processors=processors)
-    if stop.token_ids or stop.strings:
-        stop = msgspec.structs.replace(stop, token_ids=(), strings=())
-    if drawn is not None:
-        drawn = msgspec.structs.replace(drawn, prompt="", negative="")
-    if embedding is not None:
-        embedding = embedding.without_texts()
-    return msgspec.structs.replace(
-        request,
-        prompt=b"",
-        prompt_length=request.prompt_tokens,
-        sampling=sampling,
-        stop=stop,
-        diffusion=drawn,
-        embedding=embedding,
-        parsing=None,
-        client_body=b"",
-        chat=b"",
-        constraint=None,
-        trace=None,
-        fallbacks=without_fallbacks(request).fallbacks,
-    )
+    return request.without_texts(fallbacks=without_fallbacks(request).fallbacks)
 
 
 def why_fall_back(pending: PendingRequest, workers: bool, now_ns: int, absent_s: float) -> str:

@@ -460,12 +460,8 @@ def _handed_off(message: Encoded | Prefilled, role: str, worker: str, stored_ns:
 
 
 def _without_content(request: GenerateRequest) -> GenerateRequest:
-    diffusion = request.diffusion
-    if diffusion is not None:
-        diffusion = msgspec.structs.replace(diffusion, prompt="", negative="")
-    embedding = request.embedding
-    if embedding is not None:
-        embedding = embedding.without_texts()
+    diffusion = request.diffusion and request.diffusion.without_texts()
+    embedding = request.embedding and request.embedding.without_texts()
     return msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=diffusion, embedding=embedding)
 
 
