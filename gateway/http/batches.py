@@ -2,8 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -90,21 +90,30 @@ class FilesAndBatches:
     def _now_ns(self) -> int:
         return self._gateway.bus.clock.now_ns()
 
-    # --- files ---
-
-    async def upload(self, request: Request) -> Response:
-        store, caller = self._store, caller_of(request.scope)
+    @asynccontextmanager
+    async def _upload_slot(self) -> AsyncIterator[None]:
+        """
+        Raises:
+            ServingError: overloaded, other uploads were not stored within ``UPLOAD_WAIT_S``.
+        """
         try:
             async with asyncio.timeout(UPLOAD_WAIT_S):
                 await self._uploads.acquire()
         except TimeoutError:
             raise ServingError(
-                Code.overloaded, "other files are being uploaded to this gateway; try again", retry_after=5.0
+                Code.overloaded, "other files or batches are being uploaded to this gateway; try again", retry_after=5.0
             ) from None
         try:
-            return await self._upload(store, caller, request)
+            yield
         finally:
             self._uploads.release()
+
+    # --- files ---
+
+    async def upload(self, request: Request) -> Response:
+        store, caller = self._store, caller_of(request.scope)
+        async with self._upload_slot():
+            return await self._upload(store, caller, request)
 
     async def _upload(self, store: BatchStore, caller: Caller, request: Request) -> Response:
         limit = MAX_FILE_BYTES + FORM_BYTES
@@ -259,14 +268,7 @@ class FilesAndBatches:
 
     async def create_messages(self, request: Request) -> Response:
         store, caller = self._store, caller_of(request.scope)
-        try:
-            async with asyncio.timeout(UPLOAD_WAIT_S):
-                await self._uploads.acquire()
-        except TimeoutError:
-            raise ServingError(
-                Code.overloaded, "other batches are being sent to this gateway; try again", retry_after=5.0
-            ) from None
-        try:
+        async with self._upload_slot():
             content = await asyncio.to_thread(message_input, await _body(request, MAX_FILE_BYTES))
             self._check_space(caller, len(content))
             self._check_number(caller)
@@ -276,8 +278,6 @@ class FilesAndBatches:
                 self._new_id(FILE), caller.tenant, f"{name}_input.jsonl", "batch", len(content), now_ns, kept_ns
             )
             await store.put_file(file, content)
-        finally:
-            self._uploads.release()
         batch = Batch(
             name,
             caller.tenant,
