@@ -212,8 +212,9 @@ async def test_a_repeat_that_asks_for_more_than_there_is_is_told_so(client: Subm
 
 
 async def test_repeats_are_answered_while_the_gateway_stops(
-    client: Submitter, engine: Engine, running: Running
+    client: Submitter, engine: Engine, running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(submissions, "STORED_S", 60.0)  # on a loaded machine, the repeat comes late
     await client.listen("_INBOX.repeat")
     await client.submit(Nats_Msg_Id="stopping")
     await eventually(lambda: engine.accepted)
