@@ -310,9 +310,9 @@ class Cell:
                 links.setdefault(each.stored_link, {})[each.stored_seq] = each
         lost = []
         for waiting in links.values():  # the broker may have lost messages between two links
-            stored = {seq: each.request.id for seq, each in waiting.items()}
+            stored = {(seq, each.request.id) for seq, each in waiting.items()}
             found = await find_lost(self.bus, self.bus.subjects.stream("REQUESTS"), stored)
-            lost += [waiting[seq] for seq in sorted(found)]
+            lost += [waiting[seq] for seq, _ in sorted(found)]
         for inflight in lost:
             request = inflight.request
             if request.no_store:

@@ -15,13 +15,14 @@ import base64
 import datetime
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from penstock.infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError, Message
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.streams import CLOCK_SKEW_NS
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_RECORDED_TIME, Subjects
 
 if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
@@ -329,20 +330,21 @@ async def is_replaced(bus: "Bus", stream: str, entry: Entry) -> bool:
         ServingError: the stream cannot be read.
     """
     found = await get(bus, stream, entry.seq)
-    if found is None:  # it was deleted, or what took its place
-        found = await get_since(bus, stream, server_ns(entry) + 1)
+    if found is None:  # it was deleted, or what took its place. The clocks of a cluster's leaders differ
+        found = await get_since(bus, stream, server_ns(entry) + 1 + (CLOCK_SKEW_NS if bus.clustered else 0))
     return found is not None and found.seq <= entry.seq and server_ns(found) > server_ns(entry)
 
 
-async def find_lost(bus: "Bus", stream: str, stored: Mapping[int, str]) -> set[int]:
-    """Which of these messages the broker has lost since it stored them, by sequence.
+async def find_lost(bus: "Bus", stream: str, stored: Collection[tuple[int, str]]) -> set[tuple[int, str]]:
+    """Which of these messages the broker has lost since it stored them.
 
     What its disk has damaged leaves a gap. Behind the end that a power failure has left, others may have the sequences:
     so they are compared from the last one down to the first that is still there.
 
     Args:
-        stored: how the message id begins, by sequence. The broker has not lost others between the first and the last of
-            these, or those that are still there would hide earlier ones.
+        stored: the sequence of each, and how its message id begins. Of several with one sequence, one is there at most.
+            The broker has not lost others between the first and the last of these, or those that are still there would
+            hide earlier ones.
     Raises:
         ServingError: the stream cannot be read.
     """
@@ -350,12 +352,18 @@ async def find_lost(bus: "Bus", stream: str, stored: Mapping[int, str]) -> set[i
         return set()
     state = (await _info(bus, stream, b'{"deleted_details": true}')).state
     gone = set(state.deleted or ())
-    lost = {seq for seq in stored if seq in gone or seq > state.last_seq}
-    for seq in sorted(stored.keys() - lost, reverse=True):
-        entry = await get(bus, stream, seq) if seq >= state.first_seq else None
-        if seq < state.first_seq or (entry is not None and _id_of(entry).startswith(stored[seq])):
+    of: dict[int, list[str]] = {}
+    for seq, name in stored:
+        of.setdefault(seq, []).append(name)
+    lost = {(seq, name) for seq, name in stored if seq in gone or seq > state.last_seq}
+    for seq in sorted((seq for seq in of if seq not in gone and seq <= state.last_seq), reverse=True):
+        if seq < state.first_seq:
             break
-        lost.add(seq)
+        entry = await get(bus, stream, seq)
+        found = [name for name in of[seq] if entry is not None and _id_of(entry).startswith(name)]
+        lost.update((seq, name) for name in of[seq] if name not in found)
+        if found:
+            break
     return lost
 
 

@@ -182,9 +182,9 @@ class Recovery:
             self._job_lost |= lost
 
     async def _lost_of(self, active: list[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
-        stored = {seq: f"{request}:{attempt}" for request, attempt, seq in active}
-        lost = await find_lost(self._bus, self._bus.subjects.stream("WORK"), stored)
-        return {request: (attempt, seq) for request, attempt, seq in active if seq in lost}
+        jobs_of = {(seq, f"{request}:{attempt}"): request for request, attempt, seq in active}
+        lost = await find_lost(self._bus, self._bus.subjects.stream("WORK"), jobs_of.keys())
+        return {request: (attempt, seq) for request, attempt, seq in active if (seq, f"{request}:{attempt}") in lost}
 
     def _without_job(self) -> list[ActiveRequest]:
         found = {name: self._cluster.tracker.request(name) for name in self._job_lost}

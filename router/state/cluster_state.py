@@ -78,7 +78,8 @@ class ClusterState:
         deleted: requests whose jobs do not count, since they were deleted.
         came_back: called with stream, sequence and request of their messages.
     Attributes:
-        cut_off: what was active each time that WORK had lost its end: request, attempt and sequence of its job.
+        cut_off: what was active each time that WORK had lost its end, also before the start: request, attempt and
+            sequence of its job.
         ended: records of requests as they are read, for whoever counts what they used; one that is full has lost some.
         registry: the workers that are registered.
         removal: removes the registrations of those that are lost.
@@ -167,6 +168,8 @@ class ClusterState:
                     self.forget(entry.request)
                 elif entry.attempt in self.returned.of(entry.request):  # read, and not acted on before the snapshot
                     listener.attempt_returned(entry.request, entry.attempt, "its worker gave it back")
+            if not at.work_seq:
+                self.cut_off.append(self.stored_jobs())
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         await self.caches.start(now_ns)

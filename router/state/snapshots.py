@@ -55,13 +55,19 @@ class Snapshots:
         self._name = f"fleet-{router or 'router'}"
 
     async def load(self) -> tuple[Snapshot, LoadState] | None:
+        """The last snapshot, or of one that is ahead of its streams, which have lost their ends, what was unfinished,
+        at sequence 0."""
         try:
             stored = await get(self._bus, "snapshots", self._name, limit=_MOST_BYTES, newest=True, timeout=_TIMEOUT_S)
             head, *parts = _split(stored)
-            at = _decode_snapshot(head)
-            await _check_stream(self._bus, "WORK", at.work_seq, at.taken_ns)
-            await _check_stream(self._bus, "DONE", max(at.done_seq, at.returned_seq), at.taken_ns)
-            return at, merge(map(_decode_loads, parts))
+            at, state = _decode_snapshot(head), merge(map(_decode_loads, parts))
+            try:
+                await _check_stream(self._bus, "WORK", at.work_seq, at.taken_ns)
+                await _check_stream(self._bus, "DONE", max(at.done_seq, at.returned_seq), at.taken_ns)
+            except ValueError as error:
+                log.warning("snapshot_ahead", reason=str(error), unfinished=len(state.unfinished))
+                return Snapshot(at.taken_ns, 0, 0, 0), LoadState(state.unfinished)
+            return at, state
         except (ServingError, msgspec.MsgspecError, ValueError) as error:
             log.info("no_snapshot", reason=repr(error)[:200])
             return None

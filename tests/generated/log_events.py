@@ -493,6 +493,7 @@ MEANINGS = {
     "sglang_ready": "the model is loaded",
     "sglang_version": "another release of SGLang than was tested",
     "snapshot_failed": "the dashboard could not read the broker",
+    "snapshot_ahead": "streams have lost their ends since the stored state: the router reads the whole log",
     "snapshot_not_saved": "a router's state could not be stored: a slower next start",
     "span_export_failed": "the collector does not take traces",
     "stale_registrations_ignored": "registrations from before the broker's restart are not used",

@@ -59,21 +59,24 @@ async def test_messages_that_a_broker_has_lost_are_told_from_those_that_took_the
     async with opened(server, subjects) as bus:
         for number in range(1, 9):
             await bus.js.publish(subject, b"", headers={HEADER_MSG_ID: f"r{number}:1"})
-        stored = {number: f"r{number}" for number in range(1, 9)}
+        stored = [(number, f"r{number}") for number in range(1, 9)]
         assert await find_lost(bus, stream, stored) == set()
         await bus.js.purge_stream(stream, seq=3)  # it is full, say
         await bus.js.delete_msg(stream, 4)
-        assert await find_lost(bus, stream, stored) == {4}
+        assert await find_lost(bus, stream, stored) == {(4, "r4")}
         server.kill()
         await eventually(lambda: not bus.connected)
         lose_end(server.data_dir, stream, 3)
         await server.start()
         await eventually(lambda: bus.connected)
-        assert await find_lost(bus, stream, stored) == {4, 6, 7, 8}
+        lost = {(4, "r4"), (6, "r6"), (7, "r7"), (8, "r8")}
+        assert await find_lost(bus, stream, stored) == lost
         for number in range(4):
             await bus.js.publish(subject, b"", headers={HEADER_MSG_ID: f"other{number}"})
-        assert await find_lost(bus, stream, stored) == {4, 6, 7, 8}
-        assert await find_lost(bus, stream, {5: "r5"}) == await find_lost(bus, stream, {}) == set()
+        assert await find_lost(bus, stream, stored) == lost
+        for known in ([*stored, (8, "other2")], [(8, "other2"), *stored]):  # both are known, in whatever order
+            assert await find_lost(bus, stream, known) == {(8, "r8"), (4, "r4")}
+        assert await find_lost(bus, stream, [(5, "r5")]) == await find_lost(bus, stream, []) == set()
 
 
 async def test_a_batch_cut_by_its_size_goes_on(bus: Bus) -> None:

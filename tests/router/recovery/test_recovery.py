@@ -722,6 +722,40 @@ async def test_jobs_that_a_broker_has_lost_are_placed_again_though_their_worker_
         assert sorted(found) == sorted([(kept.id, 1), *((asked.id, 2) for asked in lost)])
 
 
+@pytest.mark.parametrize("others", [0, 4])
+async def test_jobs_that_a_broker_has_lost_are_placed_again_by_a_router_that_starts(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects, others: int
+) -> None:
+    """Their requests are acknowledged, so only its predecessor's snapshot knows of them."""
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus, contextlib.AsyncExitStack() as stack:
+        clients = Clients(LogClient(bus))
+        stack.push_async_callback(clients.stop)
+        stub = await clients.stub("w1")
+        kept, *lost = (request(id=new_request_id()) for _ in range(3))
+        async with routing(server, subjects) as one:
+            await one.knows("w1")
+            for asked in (kept, *lost):
+                await clients.ask(asked)
+                await clients.placed(asked)
+                await eventually(lambda asked=asked: _echoed(one, asked))
+            await one.router.cluster.save()
+            await one.kill()
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        lose_end(server.data_dir, subjects.stream("WORK"), 2)
+        await server.start()
+        async with opened(server, subjects) as fresh:
+            for _ in range(others):
+                await LogClient(fresh).send_job("w9", request(id=new_request_id()))
+        two = await stack.enter_async_context(routing(server, subjects))
+        for asked in lost:
+            worker, job = await clients.placed(asked, 2)
+            assert (worker, job.decision.reason, bytes(job.request)) == (stub.id, "job_lost", wire.encode(asked))
+        assert two.router.cluster.tracker.request(kept.id).attempt == 1  # type: ignore[union-attr]
+
+
 class Cut(Generic[T]):
     """Runs a coroutine that is cancelled where it would wait for the time numbered ``at``; None: it ended before."""
 
