@@ -113,11 +113,12 @@ class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
 class Fetch(msgspec.Struct, frozen=True, omit_defaults=True, tag="fetch"):
     """The prompt's KV is complete: read it into the reserved blocks, if there are any. The answer is ignored.
 
-    With ``layers``, only the KV of so many leading layers is, and nothing pins the blocks yet. Another message follows.
+    With ``layers``, only the KV of this many leading layers is complete, the blocks are not pinned yet, and another
+    message follows.
     """
 
     ticket: Ticket
-    layers: int = 0  # only to workers whose registration has ``reads_layers``
+    layers: int = 0  # sent only to workers whose registration has ``reads_layers``
 
 
 class PinPrefix(msgspec.Struct, frozen=True, omit_defaults=True, tag="pin_prefix"):

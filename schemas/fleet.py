@@ -38,7 +38,7 @@ class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         busy_percent: share of the driver's last sampling period (up to a second) in which a kernel ran; -1: unknown,
             for example on a part of a GPU (MIG).
         error: the reason if it could not be read; "": it was read.
-        host: of the machine that it is in; "": the worker's.
+        host: name of its machine; "": the worker's.
     """
 
     id: str = ""

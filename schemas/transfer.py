@@ -21,15 +21,15 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = "cpu"  # or "cuda"
     device: int = 0
     generations: int = 0  # address of one u32 per block, incremented when the block is reused; 0: there are none
-    # What a block holds: dtype and shape, layers first, KV heads last but one. Blocks move between equal layouts, and
-    # between those that differ in the number of heads only, if these are parts of as many.
+    # dtype and shape of a block, layers first, KV heads last but one. Blocks move between equal layouts, and between
+    # layouts that differ only in the number of heads, if all ranks together have equally many.
     layout: str = ""
     first_head: int = 0  # of all of a block's KV heads, those here
     all_heads: int = 0  # of a block; 0: all are here
 
     @property
     def layers(self) -> int:
-        """Layers in a block, whose bytes are equally many and in order; 0: the layout does not say."""
+        """Layers in a block, in order and of equal size; 0: the layout does not say."""
         first = self.layout.partition("(")[2].partition(",")[0].strip()
         layers = int(first) if first.isdecimal() else 0
         return layers if layers and self.block_bytes % layers == 0 else 0

@@ -23,12 +23,12 @@ _MAX_DIGITS = 15
 
 _json = msgspec.json.encode
 
-# What ends a line for ``str.splitlines``, httpx's ``iter_lines`` or Node's ``readline``, and stands in JSON as it is.
+# Line ends of ``str.splitlines``, httpx's ``iter_lines`` or Node's ``readline`` that JSON does not have to escape.
 _LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
 
 
 def within_lines(data: bytes) -> bytes:
-    """JSON or events of JSON, in which only line feeds end lines, whatever the client takes for the end of one."""
+    """Escape characters in JSON, or in events of JSON, that some clients take for the end of a line."""
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for character, escaped in _LINE_ENDS:
             data = data.replace(character, escaped)

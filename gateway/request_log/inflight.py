@@ -36,20 +36,20 @@ class InflightRequest:
 
     Attributes:
         cancelling: the reason for its cancellation, as in its record, until its terminal event. "": not cancelled.
-        behind: items are read from the log, because live ones were dropped.
+        behind: live items were dropped, so items are read from the log.
         buffered: items that were not taken yet.
         limit: the number of buffered items above which live items are dropped.
         seq: while behind, the sequence of the token stream up to which everything was fed; 0 if nothing was.
         on_behind: asks for the dropped items. Set by the subscription that the request is attached to.
         abort: closes the client's connection. Set by the responder.
-        turns: decides when the reader is woken and resumed. None: at once.
+        turns: decides when the reader is woken and resumed. None: immediately.
         on_poisoned: called with the request if it ends as poisonous.
         request: as it was accepted, or as the fallback model that runs it has it.
         worker: the last one that streamed; "": none yet.
         earlier_workers: those that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are on disk.
         stored_seq: the sequence of its message in REQUESTS; 0: unknown, or its content is not there.
-        stored_link: how often the broker had been reconnected when that was acknowledged.
+        stored_link: the number of reconnects when the broker acknowledged that message.
         polls: of the queues, that had ended when it was accepted; -1: it was not accepted here.
         paid: the charge to its API key's limits, until it ends. None: nothing.
     """

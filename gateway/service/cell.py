@@ -281,7 +281,7 @@ class Cell:
         return inflight
 
     async def _look_for_lost(self) -> None:
-        if self._storing is None or self._storing.done():  # otherwise that one looks again
+        if self._storing is None or self._storing.done():  # a running task checks again itself
             self._storing = self.tasks.spawn(self._store_lost_until_stored(), name="store-lost")
 
     async def _store_lost_until_stored(self) -> None:
@@ -290,16 +290,16 @@ class Cell:
             links = self.bus.reconnects
             try:
                 await self.store_lost_again()
-            except (ServingError, NatsError, OSError, TimeoutError) as error:  # its disk is full, say
+            except (ServingError, NatsError, OSError, TimeoutError) as error:  # the disk may be full
                 log.warning("requests_not_stored_again", error=repr(error))
                 links = -1
                 await asyncio.sleep(LOST_AGAIN_S)
 
     async def store_lost_again(self) -> None:
-        """Store open requests again that have no tokens yet, and that the broker has lost since it stored them.
+        """Store open requests without tokens again if the broker has lost them.
 
-        A broker that restarts drops a message that its disk has damaged, and what follows it in the same block; after a
-        power failure, the end of the stream. A router that had read such a request drops the repeat.
+        A restarting broker drops a message that is damaged on disk and the rest of its block. After a power failure, it
+        may drop the end of the stream. A router that has already read such a request drops the repeat.
 
         Raises:
             ServingError: the broker does not answer, or a request could not be stored.

@@ -170,7 +170,7 @@ async def read(
 
 
 async def get_since(bus: "Bus", stream: str, since_ns: int) -> Entry | None:
-    """The first message stored at or after a Unix time, as the broker's own search finds it: see ``before_time``.
+    """Find the first message stored at or after a Unix time, with the broker's own search (see ``before_time``).
 
     Raises:
         ServingError: the stream did not answer in time.
@@ -330,7 +330,7 @@ async def is_replaced(bus: "Bus", stream: str, entry: Entry) -> bool:
         ServingError: the stream cannot be read.
     """
     found = await get(bus, stream, entry.seq)
-    if found is None:  # it was deleted, or what took its place. The clocks of a cluster's leaders differ
+    if found is None:  # it or its replacement was deleted; clocks of a cluster's leaders differ
         found = await get_since(bus, stream, server_ns(entry) + 1 + (CLOCK_SKEW_NS if bus.clustered else 0))
     return found is not None and found.seq <= entry.seq and server_ns(found) > server_ns(entry)
 
@@ -338,13 +338,12 @@ async def is_replaced(bus: "Bus", stream: str, entry: Entry) -> bool:
 async def find_lost(bus: "Bus", stream: str, stored: Collection[tuple[int, str]]) -> set[tuple[int, str]]:
     """Which of these messages the broker has lost since it stored them.
 
-    What its disk has damaged leaves a gap. Behind the end that a power failure has left, others may have the sequences:
-    so they are compared from the last one down to the first that is still there.
+    A message damaged on disk leaves a gap. After a power failure, the stream ends earlier, and new messages may reuse
+    the lost sequences. Messages are therefore compared from the last one back to the first that is still there.
 
     Args:
-        stored: the sequence of each, and how its message id begins. Of several with one sequence, one is there at most.
-            The broker has not lost others between the first and the last of these, or those that are still there would
-            hide earlier ones.
+        stored: sequence and prefix of the message id of each. At most one of several with the same sequence exists. All
+            must date from before the same loss: an intact later message would hide the loss of earlier ones.
     Raises:
         ServingError: the stream cannot be read.
     """

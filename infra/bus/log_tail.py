@@ -83,12 +83,12 @@ class LogTail:
         self._starting = True
         self._stopped = False
         self._stale = False  # stored entries may have been missed live
-        self._rewound = 0  # handle everything again from this sequence on; 0: nothing
+        self._rewound = 0  # the sequence from which on everything is handled again; 0: none
         self._repair: asyncio.Task[None] | None = None
         self.subscription: Any = None
         self._idle: asyncio.Task[None] | None = None
         self.position = 0  # everything up to this sequence was handled
-        self._newest: Entry | None = None  # of those handled
+        self._newest: Entry | None = None  # the newest handled entry
         self.repairs = 0
 
     @classmethod
@@ -160,7 +160,7 @@ class LogTail:
         await asyncio.wait([self._repair])
 
     def rewind(self, seq: int) -> None:
-        """Handle again what is stored from a sequence on that was passed already."""
+        """Handle entries from an earlier sequence on again."""
         if seq <= self.position:
             log.error("log_rewound", stream=self._stream, position=self.position, to=seq)
             self._rewound = min(seq, self._rewound or seq)
@@ -189,7 +189,7 @@ class LogTail:
         elif entry.seq > self.position:
             self._held.append(entry)
             self._begin_repair()
-        elif not entry.previous or self._is_newer(entry):  # perhaps of a new stream of the same name, or a lost end
+        elif not entry.previous or self._is_newer(entry):  # the stream may have been recreated, or lost its end
             self._begin_repair()
 
     def _follows(self, entry: Entry) -> bool:
@@ -198,7 +198,7 @@ class LogTail:
         return entry.seq == position + 1 or (self._single and entry.previous <= position < entry.seq)
 
     def _is_newer(self, entry: Entry) -> bool:
-        """Whether an entry was stored after all that were handled, whatever its sequence."""
+        """Whether an entry was stored after all handled ones, whatever its sequence."""
         return self._newest is not None and server_ns(entry) > server_ns(self._newest)
 
     def _deliver(self, entry: Entry) -> None:

@@ -71,18 +71,18 @@ class ChatTemplate:
 
     Attributes:
         own_variables: names that ``render`` gives to the template itself, or that ``apply_chat_template`` reserves.
-        knows_developer: it writes messages of the role "developer", the newer name of "system".
+        writes_developer: it writes messages of the role "developer", the newer name of "system".
         source: its text.
         needs: what it renders no conversation without: "tools", "documents", or a variable's name; "": nothing.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
         text_arguments: it joins the arguments of a call to its own text, and fails on objects.
-        first_call: of several calls in a message, it writes the first alone.
-        joins_system: of several system messages at the beginning, it writes one alone.
+        first_call: it writes only the first of several calls in a message.
+        joins_system: it writes only one of several system messages at the beginning.
         leads_system: it leaves out system messages that come later.
-        null_content: it leaves out the calls of messages whose content is not null.
+        null_content: it leaves out the calls of a message unless its content is null.
         walks_parts: roles in whose messages it takes a list of typed parts and writes their texts.
-        keeps_texts: it writes the text of each message, also of those long ago.
-        omits: "tools", "calls": what it never writes.
+        keeps_texts: it writes the text of every message, however old.
+        omits: what it never writes: "tools", "calls".
         named: the model's templates for other occasions: "tool_use", "rag".
     """
 
@@ -104,7 +104,7 @@ class ChatTemplate:
         except Exception as error:  # of several kinds, SyntaxError and RecursionError among them
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         self.source = source
-        self.knows_developer = False
+        self.writes_developer = False
         self._names_reasoning = _READS_REASONING.search(source) is not None
         self._special_tokens = dict(special_tokens)
         self.wants_parts = self.text_arguments = self.null_content = False
@@ -191,7 +191,7 @@ class ChatTemplate:
         return message
 
     def _calling(self, message: Message) -> list[Message]:
-        """A message with its calls as the template takes them; what it says beside them may come before, apart."""
+        """A message with calls in the form that the template writes. Its text may become a message before it."""
         calls = message.get("tool_calls")
         if not calls or not (self.text_arguments or self.null_content):
             return [message]
@@ -199,14 +199,14 @@ class ChatTemplate:
             message = {**message, "tool_calls": [*map(_with_text_arguments, calls)]}
         if not self.null_content:
             return [message]
-        said = {key: value for key, value in message.items() if key != "tool_calls"}
-        return [*([said] if message["content"] else ()), {**message, "content": None}]
+        text = {key: value for key, value in message.items() if key != "tool_calls"}
+        return [*([text] if message["content"] else ()), {**message, "content": None}]
 
     def _try_calls(self) -> None:
-        """Sets ``text_arguments`` and ``null_content``, if it writes calls at all, and no others."""
+        """Set ``text_arguments`` and ``null_content`` if the template writes calls only with them."""
         self.first_call = False
-        told = self._writes("probe", [{"role": "user", "content": "u"}], _GIVEN["tools"])
-        self.omits: tuple[str, ...] = ("tools",) if told is False else ()
+        writes_tools = self._writes("probe", [{"role": "user", "content": "u"}], _GIVEN["tools"])
+        self.omits: tuple[str, ...] = ("tools",) if writes_tools is False else ()
         before, _ = _AROUND["tool"]
         result = {"role": "tool", "content": _PROBE, "tool_call_id": _PROBE_CALL["id"], "name": "probe"}
         for self.text_arguments, self.null_content in product((False, True), repeat=2):
@@ -227,10 +227,10 @@ class ChatTemplate:
         later = [first, user, answer, second, user]
         self.leads_system = any(self._writes(text, later, given) is False for text in (_PROBE, _SECOND))
         developer = {**first, "role": "developer"}
-        self.knows_developer = "developer" in self.source and bool(self._writes(_PROBE, [developer, user], given))
+        self.writes_developer = "developer" in self.source and bool(self._writes(_PROBE, [developer, user], given))
 
     def _writes(self, text: str, messages: list[Message], given: Mapping[str, list[Message]]) -> bool | None:
-        """Whether the prompt has a text; None: the template refuses the messages."""
+        """Whether the prompt contains ``text``; None: the template refuses the messages."""
         try:
             prompt = self.render(messages, given.get("tools"), PromptEnd.generation, given.get("documents"))
         except TemplateError:
@@ -282,7 +282,7 @@ class ChatTemplate:
         return all(each in text for each in texts)
 
     def _walks(self, role: str) -> bool:
-        if role == "developer" and not self.knows_developer:
+        if role == "developer" and not self.writes_developer:
             return self._walks("system")  # which it is written as
         before, after = _AROUND[role]
         content = [{"type": "text", "text": _PROBE}, {"type": "text", "text": _SECOND}]

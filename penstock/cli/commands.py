@@ -399,10 +399,10 @@ def _run(args: list[str]) -> int:
 
 
 def unknown_variables(environ: Mapping[str, str], kind: Any) -> dict[str, str]:
-    """Variables that no command takes as a setting: the most similar one, or "".
+    """Variables that are no command's setting, each with the most similar setting, or "".
 
     Args:
-        kind: settings of the command at hand, which mostly know all of them.
+        kind: settings of the current command, which usually has all of them.
     """
     from penstock.configs import flags
 

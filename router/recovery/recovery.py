@@ -41,7 +41,7 @@ SCAN_S = 1.0
 SCANS_LEFT = 2
 SCANS_UNHELD = 10  # longer than any step between the end of an attempt and the decision on the next
 LOOK_AGAIN_S = 3.0
-AGAIN_S = 10.0  # until the next look for a job that the log does not have, or whose recovery failed
+AGAIN_S = 10.0  # between attempts to find a job that the log lacks, or to repeat a failed recovery
 RETURNS_REMEMBERED = 50_000
 FEW = 8  # requests of one shard lie far apart
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
@@ -54,8 +54,8 @@ class Recovery:
     """
     Args:
         router: id of this router.
-        owns: whether this router owns the model of a worker. What concerns others' is left to their owners for two
-            scans, and then done here too, in case that its owner was lost.
+        owns: whether this router owns the model of a worker. Other routers' models are left to them for two scans;
+            then this router acts, too, in case the owner was lost.
         misses_output: whether a broker without a cluster has just restarted, and a request, by its id, is from before:
             what was streamed of one with ``no_store`` is being put into memory storage again, and it is not fenced.
         is_held: whether a request, by its id, waits here for its next worker.
@@ -97,9 +97,9 @@ class Recovery:
         self._recovering: set[tuple[str, int]] = set()
         self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
         self._unheld: dict[tuple[str, int], int] = {}  # request, attempt -> scans
-        self._job_lost: dict[str, tuple[int, int]] = {}  # by request: attempt, sequence that its job had in WORK
-        self._looked = -1  # reconnects at the last look for lost jobs
-        self._look_at = 0.0  # monotonic time of the next one at the earliest
+        self._job_lost: dict[str, tuple[int, int]] = {}  # request -> attempt, sequence of its job in WORK
+        self._looked = -1  # number of reconnects at the last search for lost jobs
+        self._look_at = 0.0  # earliest monotonic time of the next search
         self._postponed: OrderedDict[tuple[str, int], float] = OrderedDict()  # request, seq in WORK -> monotonic time
         self._time_slice = TimeSlice()
 
@@ -158,9 +158,9 @@ class Recovery:
             await self.recover(due, jobs.JOB_LOST)
 
     async def _look_for_lost_jobs(self) -> None:
-        """After each reconnect. A worker that lives may never have got the job, so nothing else would find it.
+        """Search after each reconnect: a worker that runs may never have got the job, so nothing else would find it.
 
-        A broker that lost power, or whose disk is damaged, has lost messages that it had stored.
+        After a power failure or damage to its disk, a broker lacks messages that it had stored.
         """
         cluster, links = self._cluster, self._bus.reconnects
         known = links == self._looked and not cluster.cut_off
@@ -205,7 +205,7 @@ class Recovery:
         return due
 
     def _reopen_unheld(self) -> None:
-        """Attempts that ended here, of requests that nothing here holds, places or ends: their recovery was cut off."""
+        """Reopen ended attempts of requests that nothing here holds, places or ends: their recovery was interrupted."""
         before, self._unheld = self._unheld, {}
         tracker = self._cluster.tracker
         for entry in tracker.waiting():
@@ -219,17 +219,17 @@ class Recovery:
                 tracker.reopen(request)
 
     async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
-        """Requeue requests behind the tokens that they have streamed. What fails here is left to a later ``scan``."""
+        """Requeue requests after the tokens that they have streamed. Failures are left to a later ``scan``."""
         gateways: dict[str, list[InterruptedAttempt]] = {}
         for entry in entries:
             if self._is_due(entry):
                 attempt = InterruptedAttempt(entry.request, entry.attempt, entry.worker, entry.gateway, entry.seq)
                 gateways.setdefault(entry.gateway, []).append(attempt)
-        # Tokens of one gateway that cannot be stored or read keep no other requests from recovery.
+        # If one gateway's tokens cannot be stored or read, the requests of others are still recovered.
         await asyncio.gather(*(self._recover_of(gateway, attempts, reason) for gateway, attempts in gateways.items()))
 
     def _is_due(self, entry: ActiveRequest) -> bool:
-        """Otherwise a later ``scan`` finds it: a job that is not in the log yet, among others."""
+        """Whether to recover it now; otherwise a later ``scan`` does, for example once its job is in the log."""
         if not entry.seq or (entry.request, entry.attempt) in self._recovering:
             return False
         if in_memory(entry.gateway) and self._misses_output(entry.request):
@@ -259,7 +259,7 @@ class Recovery:
             self._recovering -= names
 
     def _postpone(self, attempt: InterruptedAttempt) -> None:
-        """Not the request: a copy of its job has another sequence, and is looked at as soon as it is read."""
+        """Postpone this job only: a copy of it has another sequence, and is handled as soon as it is read."""
         self._postponed[attempt.request_id, attempt.work_seq] = time.monotonic() + AGAIN_S
         while len(self._postponed) > RETURNS_REMEMBERED:
             self._postponed.popitem(last=False)

@@ -346,7 +346,7 @@ class Router:
             self.cluster.tracker.release(request.id, pending.attempt)
             self._hold(pending)
             return False
-        except asyncio.CancelledError:  # its decision would keep the request from every other one
+        except asyncio.CancelledError:  # a decision that stays would prevent every other one
             self.cluster.tracker.release(request.id, pending.attempt)
             raise
         except Exception as error:

@@ -49,7 +49,7 @@ class UsageLedger:
         self._leads = leads
         self._records = bus.subjects.stream("DONE")
         self._part: UsagePart | None = None  # the open part; None: it has to be read
-        self._stale = False  # it has to be read again before the next count
+        self._stale = False  # read the part again before the next count
         self._revision = 0  # of that part in the stream; 0: not stored yet
         self._reported = 0.0
         self._time_slice = TimeSlice()

@@ -192,7 +192,7 @@ class UnownedRequests:
         self._bytes += _size(headers_only)
 
     def end(self, request: str) -> bool:
-        """The terminal event of a request was read; False: nothing of it was kept."""
+        """The terminal event of a request was read; False: none of its messages were kept."""
         return bool(self.take_of(request))
 
     def take_of(self, request: str) -> list[Unfolded]:

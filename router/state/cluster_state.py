@@ -78,9 +78,9 @@ class ClusterState:
         deleted: requests whose jobs do not count, since they were deleted.
         came_back: called with stream, sequence and request of their messages.
     Attributes:
-        cut_off: what was active each time that WORK had lost its end, also before the start: request, attempt and
-            sequence of its job.
-        ended: records of requests as they are read, for whoever counts what they used; one that is full has lost some.
+        cut_off: the jobs that were active each time that WORK had lost its end, also before the start: request,
+            attempt, sequence.
+        ended: records of requests as they are read, for counting usage; a full one has lost some.
         registry: the workers that are registered.
         removal: removes the registrations of those that are lost.
     """
@@ -129,7 +129,7 @@ class ClusterState:
         subjects = self._bus.subjects
 
         def start_over() -> None:
-            tail.since_ns = self._oldest_ns()  # not days of it
+            tail.since_ns = self._oldest_ns()  # instead of days of messages
             if kind == "work":
                 self._on_truncated()
 
@@ -145,7 +145,7 @@ class ClusterState:
         self.cut_off.append(self.stored_jobs())
 
     def stored_jobs(self) -> list[tuple[str, int, int]]:
-        """Request, attempt and sequence in WORK of what is active, as of now."""
+        """The active jobs: request, attempt and sequence in WORK."""
         return [(entry.request, entry.attempt, entry.seq) for entry in self.tracker.active() if entry.seq]
 
     async def start(self, listener: ClusterListener) -> None:
@@ -323,7 +323,7 @@ class ClusterState:
             await time_slice.yield_if_spent()
 
     def fold_of(self, request: str) -> None:
-        """Before a decision on a request, which another router may have placed since this one came to hold it."""
+        """Fold what was kept of a request, before a decision on it: another router may have placed it meanwhile."""
         for unfolded in self._unowned.take_of(request):
             self._fold_kept(unfolded)
 
@@ -377,9 +377,9 @@ class ClusterState:
             self._listener.request_stranded(active)
 
     def stored(self, request: str, attempt: int, seq: int) -> None:
-        """The broker has the job of a decision of this router at ``seq`` of WORK (0: unknown).
+        """The broker has stored the job of a decision of this router at ``seq`` of WORK (0: unknown).
 
-        If the tail has passed that sequence, it was another message's, which the broker has lost since.
+        If the tail has passed that sequence, it read another message there, which the broker has lost since.
         """
         self.fold_of(request)
         active = self.tracker.request(request)

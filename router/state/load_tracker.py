@@ -361,7 +361,7 @@ class LoadTracker:
             self._waiting[request] = entry
 
     def reopen(self, request: str) -> None:
-        """The attempt that ``requeue`` ended is an orphan again: its router could not place the next one."""
+        """Make the attempt that ``requeue`` ended an orphan again: its router could not place the next one."""
         entry = self._waiting.pop(request, None)
         if entry is not None and request not in self.requests:
             self._add(self._orphaned(entry), 0)

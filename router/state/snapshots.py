@@ -143,8 +143,8 @@ async def _check_stream(bus: Bus, name: str, seq: int, taken_ns: int) -> None:
     """
     Raises:
         ServingError: the stream cannot be read.
-        ValueError: it was made after the snapshot, ends before it, or has a later message at its position: the snapshot
-            is of a stream that was lost, or that has lost its end.
+        ValueError: the snapshot is of a stream that was lost, or has lost its end since: the stream was made after the
+            snapshot, ends before it, or has a later message at its position.
     """
     stream = await lifetime(bus, bus.subjects.stream(name))
     if not stream.has(seq, taken_ns):

@@ -1,8 +1,8 @@
 """Reserves engine blocks and slots for data from other workers, in turn, and frees them once nothing writes to them.
 
-A prefill worker announces a prompt while it computes the last of it: blocks are reserved here meanwhile. Their leading
-layers are read while the others are computed, and these as soon as they are, beside the way of the message that brings
-the request.
+A prefill worker announces a prompt while it computes its last part, and blocks are reserved here meanwhile. Their
+leading layers are read while the others are computed, and the others right afterwards, while the message with the
+request is still on its way.
 """
 
 import asyncio
@@ -101,14 +101,17 @@ class _Announced:
         self.wait = wait
         self.timer = timer
         self.ticket: Ticket | None = None  # once the prompt is computed
-        # Likewise, for what reads the leading layers until then; None: it is not to read the others.
+        # The same ticket, for the task that reads the leading layers until then; None: it must not read the others.
         self.whole: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         self.reading: asyncio.Task[BlockReservation | None] | None = None
-        self.began = False  # reading, which frees the blocks itself where it fails
+        self.began = False  # whether reading began, which frees the blocks itself if it fails
 
 
 class AnnouncedPrompts:
-    """Used from the event loop. Each ends: its request takes it, its owner withdraws it or leaves, or it comes late."""
+    """Prompts for which blocks are reserved or read. Used from the event loop.
+
+    Each reservation ends: its request takes it, its owner withdraws it or leaves, or its time is up.
+    """
 
     def __init__(self, engine: EngineLoop, reserver: BlockReserver, tasks: Tasks, reader: BlockReader) -> None:
         self._engine = engine
@@ -121,7 +124,7 @@ class AnnouncedPrompts:
         return len(self._open)
 
     def reserve(self, order: Reserve) -> None:
-        """Reserve blocks, if there are enough now: for the others, the request waits in turn."""
+        """Reserve blocks if there are enough now; otherwise, the request waits in turn."""
         if order.ticket in self._open or len(self._open) >= MOST_ANNOUNCED:
             return
         names = block_hashes.split(order.digests)
@@ -132,7 +135,7 @@ class AnnouncedPrompts:
         self._open[order.ticket] = _Announced(order, wait, self._timer(order.ticket))
 
     def fetch(self, ticket: Ticket, layers: int = 0) -> None:
-        """The prompt is computed, or so many leading layers of it."""
+        """Read the KV of a computed prompt, or of this many leading layers (0: all)."""
         announced = self._open.get(ticket.id)
         if announced is None or announced.ticket is not None or announced.order.owner != ticket.worker:
             return
@@ -143,7 +146,7 @@ class AnnouncedPrompts:
         self._read(announced, ticket, layers)
 
     async def take(self, ticket: Ticket, names: list[bytes], tails: int, users: int) -> BlockReservation | None:
-        """The blocks of a prompt whose request has come, with its KV; None: none are reserved for it.
+        """Hand over the blocks of a prompt, filled with its KV, to its request; None: none are reserved for it.
 
         Raises:
             TransferError: the KV could not be read. The blocks are freed.
@@ -166,7 +169,7 @@ class AnnouncedPrompts:
             raise
 
     def drop(self, ticket: str) -> bool:
-        """The request does not come, or needs no KV; False: none was announced."""
+        """Free the blocks of a request that does not come, or needs no KV; False: none was announced."""
         announced = self._open.pop(ticket, None)
         if announced is not None:
             announced.timer.cancel()
@@ -174,7 +177,7 @@ class AnnouncedPrompts:
         return announced is not None
 
     def lost(self, owner: str) -> None:
-        """A prefill worker has left: the next attempt has another ticket."""
+        """Drop the prompts of a prefill worker that has left: the next attempt has another ticket."""
         for ticket in [ticket for ticket, each in self._open.items() if each.order.owner == owner]:
             self.drop(ticket)
 
@@ -218,7 +221,7 @@ class AnnouncedPrompts:
                 leading = await self._reader.fetch_leading(ticket, positions, local, layers)
         try:
             whole = await announced.whole
-        except asyncio.CancelledError:  # nothing is being read
+        except asyncio.CancelledError:  # no transfer is running
             self._reserver.free(free)
             raise
         if whole is not None and (positions or reservation.fills):

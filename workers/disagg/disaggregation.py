@@ -109,7 +109,7 @@ class DisaggCoordinator:
         self._owner: Owner | None = None
         self._announcements: Any = None  # the subscription
         self._announced: AnnouncedPrompts | None = None  # by prefill workers
-        # Requests that a decode worker has reserved blocks for, as far as known, and whether it was told to read all.
+        # Request for which a decode worker probably has blocks -> whether it was asked to read all layers.
         self._announced_to: dict[str, bool] = {}
         self.reader: BlockReader | None = None
         self._peers: PeerWatcher | None = None
@@ -369,13 +369,13 @@ class DisaggCoordinator:
         )
 
     def written(self, running: RunningRequest, prompt: PinnedPrompt, layers: int) -> None:
-        """Have the decode worker read what the last step of an announced prompt has computed so far.
+        """Ask the decode worker to read the layers that an announced prompt's last step has computed so far.
 
-        Nothing pins the blocks yet. Should they get another content before ``offer`` does, the reader sees it by their
+        Nothing pins the blocks before ``offer`` does. If their content changes until then, the reader notices it by their
         generations.
 
         Args:
-            layers: the leading ones; 0: all.
+            layers: number of leading layers; 0: all.
         """
         request, stage = running.request, running.route[0]
         if (

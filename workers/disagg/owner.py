@@ -166,7 +166,7 @@ class Owner:
         lease_s: float = 0.0,
         windows: HeldRows = NO_ROWS,
     ) -> Ticket:
-        """A ticket alone, without a lease: it is void as soon as the engine gives a block another content."""
+        """A ticket without a lease: it is void as soon as the engine changes the content of a block."""
         return Ticket(
             ticket_id,
             self._worker,

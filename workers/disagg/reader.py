@@ -35,8 +35,9 @@ from penstock.workers.kv_transfer.transport_protocol import (
 
 log = structlog.get_logger("handoff")
 
-# A release waits until the request that read the blocks is in the engine, whose thread would wait for the interpreter
-# meanwhile: 0.07 ms (from "received" to "step begun" of ``python -m tests.gpu.disaggregated --engine mock``).
+# A release waits until the request that read the blocks is in the engine. Before, it would keep the engine's thread
+# from the interpreter
+# for 0.07 ms (from "received" to "step begun" of ``python -m tests.gpu.disaggregated --engine mock``).
 RELEASE_LATER_S = 0.002
 RELEASE_S = 1.0
 RELEASE_ATTEMPTS = 3
@@ -69,7 +70,7 @@ class _Pushing:
 
 
 class LeadingLayers(NamedTuple):
-    """What was read of blocks before all of their layers were computed; ``seconds`` of the transfer."""
+    """The leading layers of blocks that were read before all were computed. ``seconds``: duration of the transfer."""
 
     layers: int = 0
     bytes: int = 0
@@ -146,12 +147,12 @@ class BlockReader:
     async def fetch_leading(
         self, ticket: Ticket, positions: Sequence[int], local: Sequence[int], layers: int
     ) -> LeadingLayers:
-        """Copy the leading layers of blocks; ``fetch`` copies the others, and finds out whose the blocks are by then.
+        """Copy the leading layers of blocks. ``fetch`` copies the others, and checks that the blocks are the same.
 
-        None are where the owner would push, where ranks share blocks, or if it has failed.
+        Copies none if the owner would push, if ranks share blocks, or if the owner has failed.
 
         Raises:
-            TransferError: it has failed, and may still write.
+            TransferError: the transfer has failed, and may still write.
         """
         transport, pool = self._transport, ticket.endpoint.pools.get(ticket.pool)
         if (
@@ -188,10 +189,10 @@ class BlockReader:
         """Copy the blocks at ``positions`` of the ticket into the blocks ``local``.
 
         Args:
-            fills: what is copied of sliding-window layers.
-            timeout_s: within this many seconds, if they are less than for handoffs.
+            fills: copies of sliding-window layers.
+            timeout_s: limit, if it is lower than that for handoffs.
             computing_s: what computing them takes, for the ledger; 0: unknown.
-            leading: their layers that ``fetch_leading`` has copied.
+            leading: layers of the blocks that ``fetch_leading`` has copied.
 
         Raises:
             TransferError: they were not copied; ``settled`` is done when ``local`` may be used for anything else.
@@ -392,7 +393,7 @@ def _read_blocks(
     *,
     check: bool = True,
 ) -> "concurrent.futures.Future[TransferResult]":
-    """Begin to read a ticket's blocks. ``check``: that they are its own at the end."""
+    """Begin to read a ticket's blocks. ``check``: verify at the end that they still belong to it."""
     there, generations = wire.unpack_tokens(ticket.blocks), wire.unpack_tokens(ticket.generations)
     return transport.read(
         ticket.endpoint,
@@ -439,7 +440,7 @@ class PeerWatcher:
         self._moves_prefixes = moves_prefixes
         self._lost = lost
         self._agents: dict[str, Endpoint] = {}
-        self._reserving: dict[str, bool] = {}  # workers, and whether they read leading layers
+        self._reserving: dict[str, bool] = {}  # worker -> whether it reads leading layers
         self._watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
         self._following = AsyncExitStack()
 
@@ -462,7 +463,7 @@ class PeerWatcher:
         return worker in self._reserving
 
     def reads(self, worker: str, layers: int = 0) -> bool:
-        """Whether a worker reads the blocks of this one, which need not be pinned for that; and leading layers only."""
+        """Whether a worker reads unpinned blocks of this one, and, with ``layers``, their leading layers."""
         endpoint = self._agents.get(worker)
         return (
             endpoint is not None

@@ -114,14 +114,14 @@ FAST_STEP_S = 0.0005
 WRITE_S = 0.002
 WRITE_SHARE = 1 / 3
 PACE_WINDOW_S = 30.0
-# An engine that runs ahead has a step in flight when it returns the one before. The next is planned when that one is
-# about to end, so that sequences which come meanwhile are in it: so early that it is launched ``AHEAD_S`` before that
-# end. How early follows from how long before the end the last ones were: ``LEAD_S`` at first, and more after each that
-# came too late, when the device had nothing to do.
+# An engine that runs ahead has a step in flight when it returns the previous one. The next step is planned shortly
+# before the end of the step in flight, so that it includes sequences which arrive until then. It should be launched
+# ``AHEAD_S`` before that end. Planning begins ``LEAD_S`` before the end at first; the lead adapts to how early the last
+# launches were, and grows after each one that was so late that the device was idle.
 AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0005, 0.002, 0.05
 LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
-MOST_STEP_S = 0.25  # beyond, the process or the device was held up
+MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 
 def flush_pause(items: int) -> float:
@@ -434,7 +434,7 @@ class EngineLoop:
 
         Args:
             ahead_s: of ``StepResult``, for the step that has returned.
-            prompts: it computed some. One that is like it would take longer.
+            prompts: that step computed prompts, so its duration predicts nothing.
         """
         waited, self._waits_from, self._plan_at = self._plan_at, 0.0, 0.0
         before, self._returned_at = self._returned_at, now if ahead_s is not None else 0.0
@@ -443,10 +443,10 @@ class EngineLoop:
         if waited:
             more_s = max(LEAD_SHARE * (AHEAD_S - ahead_s), -LATE_S / 4) if ahead_s else LATE_S
             self._lead_s = min(max(0.0, self._lead_s + more_s), MOST_LEAD_S)
-        if prompts or not before or not ahead_s:  # how long one took that had ended before is not known
+        if prompts or not before or not ahead_s:  # unknown how long a step took that had already ended
             return
         step_s, self._step_s = self._step_s, now - before
-        wait_s = min(step_s, self._step_s, MOST_STEP_S) - self._lead_s  # one may have been late
+        wait_s = min(step_s, self._step_s, MOST_STEP_S) - self._lead_s  # the longer one may have been late
         if wait_s > LEAST_WAIT_S:
             self._waits_from, self._plan_at = now, now + wait_s
 

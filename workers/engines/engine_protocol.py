@@ -243,7 +243,7 @@ class StepResult(msgspec.Struct):
     measured: Seq[SequenceMeasurements] = ()
     handed: Seq[object] = ()  # keys of sequences of which the next worker's engine draws all tokens
     counted: Seq[SequenceCounts] = ()
-    ahead_s: float | None = None  # that this one still ran when the next was launched; 0: it had ended; None: none was
+    ahead_s: float | None = None  # how long it still ran after the next launch; 0: it had ended; None: no launch
 
     @property
     def empty(self) -> bool:
@@ -462,11 +462,11 @@ class KvTransfer(Protocol):
     Called from the engine thread only, except ``find``.
 
     Attributes:
-        prompts_end: called there with the keys of pinned sequences as the step is planned that computes the last of
-            their prompts; None: nobody wants to know.
-        prompts_written: called there with these prompts while that step is in flight, each time it has written the KV
-            of more of their leading layers into their blocks, and with 0 once it is that of all; None: likewise.
-            Their blocks are not held for others yet: they are the prompt's as long as they have these generations.
+        prompts_end: called in that thread with the keys of pinned sequences when the step that completes their prompts
+            is planned; None: not called.
+        prompts_written: called in that thread with these prompts and a number of leading layers, each time that step
+            has written the KV of more of them, and with 0 once it has written all; None: not called. The blocks are
+            not pinned yet: they belong to the prompt only as long as they have these generations.
     """
 
     prompts_end: Callable[[list[object]], None] | None

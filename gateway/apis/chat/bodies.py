@@ -236,7 +236,7 @@ class MediaUrl(Struct, frozen=True):
 class ContentPart(Struct, frozen=True):
     """``type``: "text", "image_url", "input_image", "image_embeds" or "video_url".
 
-    "input_text", "output_text" and "refusal", as other APIs of OpenAI have them, are text, too.
+    "input_text", "output_text" and "refusal", types of OpenAI's other APIs, are accepted as text.
     """
 
     type: str
@@ -278,13 +278,16 @@ class ChatMessage(Struct, frozen=True):
 
 
 class ThinkingSwitch(Struct, frozen=True):
-    """As the APIs of DeepSeek, GLM, Kimi and MiniMax have it. "adaptive" and "auto": the model decides."""
+    """The ``thinking`` object of the APIs of DeepSeek, GLM, Kimi and MiniMax.
+
+    ``type``: "adaptive" and "auto" leave the decision to the model.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
 
 def thinking_variables(switch: ThinkingSwitch | None) -> dict[str, Any] | None:
-    """Variables of the chat template, which has either, if its model can think or not. None: it decides."""
+    """Variables for the chat template, by both names that templates use. None: the model decides."""
     if switch is None or switch.type not in ("enabled", "disabled"):
         return None
     return dict.fromkeys(("enable_thinking", "thinking"), switch.type == "enabled")

@@ -37,7 +37,7 @@ Messages = list[dict[str, Any]]
 MEDIA_FIELDS = {
     "image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds", "video_url": "video_url"
 }  # fmt: skip
-# likewise with the text: as OpenAI's APIs name parts of what was asked, answered and refused
+# type of content part -> field with the text, for the types that OpenAI's APIs use
 TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _KNOWN_PARTS = "use 'text', 'image_url', 'image_embeds' or 'video_url'"
 
@@ -81,7 +81,7 @@ def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
 def _template_message(field: str, message: ChatMessage, walks: bool) -> dict[str, Any]:
     # Clients send our answers back, and those may consist of tool calls or truncated reasoning alone.
     thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    if message.content is None and message.role not in ("assistant", "tool"):  # whose answer or output may be empty
+    if message.content is None and message.role not in ("assistant", "tool"):  # those may be empty
         raise invalid(f"{field}.content", f"{field}.content is missing")
     out: dict[str, Any] = {"role": message.role, "content": _content(field, message.role, message.content, walks)}
     for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", thought)):
@@ -160,7 +160,7 @@ def _arguments(call: ToolCall) -> Any:
 
 
 def _as_objects(messages: Messages) -> Messages | None:
-    """For a template that takes objects as arguments alone: text that is none is under one name."""
+    """For a template that requires arguments to be objects: other text becomes the value of a single key."""
     found = False
     out = []
     for message in messages:
@@ -176,7 +176,7 @@ def _as_objects(messages: Messages) -> Messages | None:
 
 
 def _short_ids(messages: Messages) -> Messages | None:
-    """For a template that takes ids of nine letters and digits, as Mistral's: others come from other models."""
+    """For a template that requires ids of nine letters and digits, as Mistral's does: shorten all other ids."""
     shortened: dict[str, str] = {}
 
     def short(call_id: Any) -> Any:
@@ -195,7 +195,7 @@ def _short_ids(messages: Messages) -> Messages | None:
 
 
 def _one_by_one(messages: Messages) -> Messages | None:
-    """For a template that takes one call a message: each call in a message of its own, with its result behind it."""
+    """For a template that takes one call per message: give each call its own message, followed by its result."""
     out: Messages = []
     waiting: list[tuple[dict[str, Any], Any]] = []  # messages of further calls, and the calls' ids
 
@@ -219,7 +219,7 @@ def _one_by_one(messages: Messages) -> Messages | None:
 
 
 def _alternating(messages: Messages) -> Messages | None:
-    """For a template whose roles must alternate: texts of one role in a row are one message, an empty line apart."""
+    """For a template whose roles must alternate: join consecutive messages of a role, with an empty line between."""
     out: Messages = []
     for each in messages:
         if out and each.keys() == out[-1].keys() == {"role", "content"} and each["role"] == out[-1]["role"]:
@@ -236,7 +236,7 @@ def _joined(*contents: Any) -> Any:
 
 
 def _answered(messages: Messages) -> Messages | None:
-    """For a template that takes no question behind a call or its result: an answer stands between."""
+    """For a template that refuses a question after a call or its result: insert an answer between them."""
     out: Messages = []
     for each in messages:
         if each["role"] == "user" and out and (out[-1]["role"] == "tool" or out[-1].get("tool_calls")):
@@ -246,7 +246,7 @@ def _answered(messages: Messages) -> Messages | None:
 
 
 def _with_content(messages: Messages) -> Messages | None:
-    """For a template that refuses answers without content: those of earlier turns are left out."""
+    """For a template that refuses answers without content: leave out those of earlier turns."""
     out = [
         each
         for each in messages
@@ -256,7 +256,7 @@ def _with_content(messages: Messages) -> Messages | None:
 
 
 def _one_system(messages: Messages) -> Messages:
-    """System messages at the beginning as one."""
+    """Join the system messages at the beginning."""
     count = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
     if count < 2:
         return messages
@@ -264,7 +264,7 @@ def _one_system(messages: Messages) -> Messages:
 
 
 def suited(messages: Messages, template: ChatTemplate) -> Messages:
-    """Messages without what the template would leave out."""
+    """Rearrange messages so that the template leaves out none of them."""
     if template.first_call:
         messages = _one_by_one(messages) or messages
     if template.joins_system or template.leads_system:
@@ -275,12 +275,12 @@ def suited(messages: Messages, template: ChatTemplate) -> Messages:
 
 
 def _leading_system(messages: Messages) -> Messages | None:
-    """For a template that takes system messages at the beginning alone: later ones are the user's."""
+    """For a template that takes system messages only at the beginning: turn later ones into user messages."""
     return _users(messages, 1)
 
 
 def _no_system(messages: Messages) -> Messages | None:
-    """For a template that knows no system messages, as Gemma's: they are the user's."""
+    """For a template without system messages, as Gemma's: turn them into user messages."""
     return _users(messages, 0)
 
 
@@ -298,17 +298,17 @@ def _parts(content: Any) -> list[dict[str, str]]:
 
 _BARE: dict[str, Any] = {"role": "assistant", "content": ""}
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-# For templates that refuse what clients send: each gives other messages that say the same; None: nothing to change.
+# For templates that refuse what clients send. Each returns equivalent messages; None: there is nothing to change.
 _CALLS = (_as_objects, _short_ids, _one_by_one)
 _ADAPTATIONS = (*_CALLS, _leading_system, _no_system, _alternating, _answered, _with_content)
-_TOGETHER = (*_CALLS, _leading_system, _answered, _with_content, _alternating)  # where none alone helps
+_TOGETHER = (*_CALLS, _leading_system, _answered, _with_content, _alternating)  # if no single one helps
 
 
 def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
-    """The prompt of messages, adapted as far as their template needs it.
+    """Render messages, adapted if their template refuses them.
 
     Raises:
-        TemplateError: the template refuses them, and all that they can be adapted to.
+        TemplateError: the template refuses them, with every adaptation.
         TemplateBudgetError: rendering takes too long.
     """
     try:
@@ -326,7 +326,7 @@ def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
         except TemplateBudgetError:
             raise
         except TemplateError as error:
-            if str(error) != reason:  # it has come further
+            if str(error) != reason:  # it refuses something else now, so this adaptation helped
                 messages, reason = adapted, str(error)
     for adapt in _TOGETHER:
         messages = adapt(messages) or messages
@@ -542,7 +542,7 @@ def _given(body: ChatCompletionRequest) -> Any:
     return body.tools if body.documents is None else (body.tools, body.documents)
 
 
-def _told_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _offered_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools as the model sees them, without ``strict``, which affects decoding only."""
     return [_told_tool(tool, tool.get("function")) for tool in tools]
 
@@ -554,7 +554,7 @@ def _told_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
 
 
 def _described(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools for a template that takes a description and properties for granted."""
+    """Tools with the description and properties that some templates require."""
     told = []
     for tool in tools:
         given = {key: value for key, value in tool["function"].items() if value is not None}
@@ -593,18 +593,18 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
         variables = {**thinks, **variables}
     if reserved := template.own_variables & variables.keys():
         raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
-    tools = _told_tools(body.tools) if body.tools and body.tool_choice != "none" else None
-    if not template.knows_developer:
+    tools = _offered_tools(body.tools) if body.tools and body.tool_choice != "none" else None
+    if not template.writes_developer:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     ends = PromptEnd.generation if body.add_generation_prompt is not False else PromptEnd.last_message
     if body.continue_final_message:
         ends = PromptEnd.last_text
     refusal: TemplateError | None = None
-    for told in (tools, _described(tools)) if tools else (tools,):
+    for offered in (tools, _described(tools)) if tools else (tools,):
         try:
             return rendered(
                 suited(messages, template),
-                lambda each, told=told: template.render(each, told, ends, body.documents, **variables),  # type: ignore[misc]
+                lambda each, offered=offered: template.render(each, offered, ends, body.documents, **variables),  # type: ignore[misc]
             )
         except TemplateBudgetError as error:
             raise _too_costly(error) from None

@@ -19,7 +19,7 @@ _ALL = ("all", {"type": "all"})
 
 
 class BlockSource(Struct, frozen=True):
-    """``type``: of an image "base64" (``data`` and ``media_type``) or "url", of a document "text" or "content"."""
+    """``type``: "base64" (``data`` and ``media_type``) or "url" for images, "text" or "content" for documents."""
 
     type: str
     data: str | None = None

@@ -49,7 +49,7 @@ from penstock.gateway.base.request_bodies import PrepareContext, invalid, needed
 
 _json = msgspec.json.encode
 
-# Claude Code's first line: another one with each request, so that no prompt would begin as the one before.
+# Claude Code's first line. It differs in each request, so no prompt would share a prefix with the one before.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 
 

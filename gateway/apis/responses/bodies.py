@@ -22,7 +22,7 @@ LEFT_OUT = (
     *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
     "image_generation",
 )
-_INPUT = "input"  # the one parameter of the function that stands for a custom tool, whose calls have free text
+_INPUT = "input"  # the only parameter of a function that represents a custom tool
 _TAKES_TEXT = {
     "type": "object",
     "properties": {_INPUT: {"type": "string", "description": "the whole input of the tool, as plain text"}},
@@ -65,7 +65,7 @@ class ToolNames:
         return self._shown.get((namespace or "", name), name)
 
     def takes_text(self, shown: str) -> bool:
-        """The model called a custom tool."""
+        """Whether ``shown`` names a custom tool."""
         namespace, name = self.own(shown)
         return not namespace and name in self._custom
 
@@ -113,7 +113,7 @@ def _functions(tools: Iterable[dict[str, Any]], place: str = "tools", namespace:
 
 
 def _custom(tool: dict[str, Any]) -> dict[str, Any]:
-    """A custom tool as a function. What its format asks is told to the model, and not enforced."""
+    """A custom tool as a function. Its format is described to the model, but not enforced."""
     given = tool.get("format")
     form: dict[str, Any] = given if isinstance(given, dict) else {}
     asked = f"The input must match this grammar ({form.get('syntax')}):\n{form.get('definition')}"
@@ -122,12 +122,12 @@ def _custom(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def custom_arguments(text: str) -> str:
-    """What a custom tool got, as the arguments of the function that stands for it."""
+    """The input of a custom tool, as JSON arguments of the function that represents it."""
     return msgspec.json.encode({_INPUT: text}).decode()
 
 
 def custom_input(arguments: str) -> str:
-    """The reverse; arguments that were cut off, or are others, as they stand."""
+    """The reverse of ``custom_arguments``. Incomplete or unexpected arguments are returned unchanged."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -199,7 +199,7 @@ class InputPart(Struct, frozen=True, omit_defaults=True):
 class InputItem(Struct, frozen=True, omit_defaults=True):
     """``type``: "message" (the default), "function_call", "function_call_output", "reasoning" or "compaction".
 
-    "custom_tool_call" and "custom_tool_call_output": of a tool that takes text, which is ``input``.
+    "custom_tool_call" and "custom_tool_call_output" belong to a tool that takes text, its ``input``.
     """
 
     type: str | None = None

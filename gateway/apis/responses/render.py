@@ -110,7 +110,7 @@ class ResponseBuilder:
         return item_id(self._request.id, kind, segment.index)
 
     def takes_text(self, segment: Segment) -> bool:
-        """A call of a custom tool."""
+        """Whether a segment is a call of a custom tool."""
         return segment.kind == "call" and self._names.takes_text(segment.name)
 
     def item(self, segment: Segment, status: ItemStatus, *, empty: bool = False) -> OutputItem:
@@ -218,7 +218,7 @@ class ResponseEvents:
                 self._of(writer, "response.output_text.delta", segment, delta=change.text, logprobs=logprobs)
             case "reasoning":
                 self._of(writer, "response.reasoning_text.delta", segment, delta=change.text)
-            case "call" if not self._builder.takes_text(segment):  # whose text is known when its JSON is complete
+            case "call" if not self._builder.takes_text(segment):  # its text needs the whole JSON
                 self._of(writer, "response.function_call_arguments.delta", segment, delta=change.text)
 
     def _end(self, writer: EventWriter, segment: Segment, status: ItemStatus) -> None:

@@ -88,7 +88,7 @@ def read_harmony(
 
 
 def _unglued(name: str, names: Set[str]) -> str:
-    """The name of a function without the word behind it, which models glue to it: ``get_weathercommentary``."""
+    """The name of a function without a word that models append to it: ``get_weathercommentary``."""
     if name in names:
         return name
     return next((bare for word in _GLUED if (bare := name.removesuffix(word)) in names), name)

@@ -29,7 +29,7 @@ from penstock.infra.text.parsers.tool_formats import (
 )
 
 _ARGUMENTS = ("arguments", "parameters")
-_ALSO_ARGUMENTS = ("args", "input")  # between marks alone: there an object with a name is a call
+_ALSO_ARGUMENTS = ("args", "input")  # only between marks, where any object with a name is a call
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+", re.S)
 _KIMI_VARIANT = re.compile(r"functions_(.+?)(?:[_:]\d+)?", re.S)
 _KIMI_NUMBER = re.compile(r"[._:\-]*\d*$")
@@ -46,7 +46,7 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
         end = end.removeprefix(head.fence).strip()  # which the head's reader reads
     objects = head is None or form.list
     following = begin or ("" if form.list else form.between.strip()) or ("{" if objects and not form.starts else "")
-    another = "{" if objects and form.starts and following != "{" else ""  # a call without what should precede it
+    another = "{" if objects and form.starts and following != "{" else ""  # a call without its opening text
     one, listed = _one_call(form), listed_calls(form)
 
     def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
@@ -230,7 +230,7 @@ def _keyed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
 class _Head:
     """The head of a call: the name, perhaps an id, then the bare arguments.
 
-    DeepSeek's models write calls as another of them is meant to: V3.1 with the fence of V3 and R1, and those without.
+    DeepSeek's models use each other's formats: V3.1 writes the fence of V3 and R1, which sometimes omit it.
 
     Attributes:
         fence: what else stands around the arguments; "": nothing.

@@ -79,7 +79,7 @@ class Nesting:
 
 
 class ControlsEscaped:
-    """Passes on JSON with control characters within its strings escaped: models write line breaks as they are."""
+    """Passes on JSON, and escapes control characters in its strings: models write unescaped line breaks."""
 
     __slots__ = ("_emit", "_escaped", "_quoted")
 
@@ -88,7 +88,7 @@ class ControlsEscaped:
         self._quoted = self._escaped = False
 
     def __call__(self, part: str) -> None:
-        begins = 1 if self._escaped and part >= " " else 0  # with what a backslash escapes
+        begins = 1 if self._escaped and part >= " " else 0  # keep the character that a backslash escapes
         self._escaped = False
         self._emit(part[:begins] + _MATTERS.sub(self._one, part[begins:]))
 

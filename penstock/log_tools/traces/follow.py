@@ -133,11 +133,11 @@ class StreamReader:
         self.after = after
         self._since_ns = since_ns
         self._created_ns = 0  # as of the last look; 0: not known
-        self._newest: Entry | None = None  # of those read
+        self._newest: Entry | None = None  # the newest entry read
         self._looked = -CHECK_S
 
     async def _look(self) -> None:
-        """Start over if the stream lost its end or was recreated: the position would skip messages."""
+        """Start over if the stream lost its end or was recreated, since the position would skip messages."""
         now = time.monotonic()
         if now - self._looked < CHECK_S:
             return

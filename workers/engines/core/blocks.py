@@ -150,7 +150,7 @@ class BlockFetch:
     """Blocks that a waiting sequence needs from files: they stay in host memory until it has started.
 
     Attributes:
-        cache: which reads them.
+        cache: the cache that reads them.
         waiting: those that are still being read.
     """
 
@@ -215,12 +215,13 @@ class DiskCache:
 
 
 class HostCache:
-    """Which names are in which slot, and which of them are written to files and read from there.
+    """Which names are in which slot of host memory, and which of them are written to files and read from there.
 
-    Blocks and, with a pool of their own, rows of sliding-window layers each have one, under the same names.
+    There is one cache for blocks and, if sliding-window layers have a pool of their own, another for their rows, with
+    the same names.
 
-    A slot is written from its first idle moment on, so that a block need not wait for its file when the slot is needed:
-    what is not written by then is lost. So files never delay a step.
+    A slot is written to its file as soon as files are idle. If the slot is needed before, the block is lost, so files
+    never delay a step.
 
     Args:
         slots: blocks that the host's pool holds.
@@ -268,11 +269,11 @@ class HostCache:
     def save(
         self, name: bytes, parent: bytes | None, block: int, *, memory_only: bool = False, last: bool = True
     ) -> bool:
-        """A named block leaves the device; without a slot that can be reassigned it is lost. True: it is copied.
+        """Save a named block that leaves the device. False: no slot can be reassigned, so the block is lost.
 
         Args:
-            memory_only: it is not to be written to a file.
-            last: False: it makes room before all others do.
+            memory_only: do not write it to a file.
+            last: False: it is evicted before all others.
         """
         fresh = name not in self.names
         if fresh:
@@ -491,10 +492,10 @@ class BlockObserver(Protocol):
         """The name of ``block``, which has no holder, moves to a held copy."""
 
     def save(self, block: int, name: bytes) -> bool:
-        """A block, which has or had this name, leaves the device: plan to copy the data; False: none."""
+        """Plan to save the data of a block that has or had this name, and leaves the device; False: there is none."""
 
     def forget(self, *, files: bool) -> None:
-        """As of ``HostCache``."""
+        """See ``HostCache.forget``."""
 
 
 class BlockManager:

@@ -59,7 +59,7 @@ class VisionEncoder(Protocol):
         """
 
     def memory(self) -> Memory | None:
-        """The pool, without generations; None: others cannot write into it."""
+        """The pool, without generations; None: other workers cannot write to it."""
 
     def close(self) -> None: ...
 

@@ -249,7 +249,7 @@ class ReplaceableWeights:
 
 
 class InflightStep(NamedTuple):
-    """A step that was launched and not yet committed. ``ending``: prompts that end with it and are handed off."""
+    """A step that was launched and not yet committed. ``ending``: prompts that end in this step and are handed off."""
 
     plan: list[ScheduledSequence]
     scoring: list[ScheduledSequence]
@@ -319,7 +319,7 @@ class ScheduledEngine:
         assert owned is not None
         self._owned: Executor | OverlapExecutor = owned
         self.weights = ReplaceableWeights(self, store) if store is not None else None
-        self._ending: list[PinnedPrompt] = []  # of the step that is waited for
+        self._ending: list[PinnedPrompt] = []  # of the step in flight
         self._may_lack_embeddings = False  # a sequence was accepted without its embeddings
 
     def submit(self, request: SequenceRequest) -> None:
@@ -330,7 +330,7 @@ class ScheduledEngine:
                 without embeddings, a logits processor that is not registered or refuses its arguments, a constraint
                 that cannot be compiled, an adapter that was not added).
         """
-        if request.reservation is None:  # else the worker that computed the prompt has checked it, in 0.07 ms
+        if request.reservation is None:  # a prefill worker has already checked it, which takes 0.07 ms
             check_vocabulary(request, self.info.vocab_size)
         if request.media:
             if self.vision is None:
@@ -393,7 +393,7 @@ class ScheduledEngine:
         ending = self._ending_prompts(plan)
         if ending and (prompts_end := scheduler.reservations.prompts_end) is not None:
             prompts_end([prompt.key for prompt in ending])
-        if self._speculation is not None and plan:  # proposals take blocks, too, whose content is to be saved first
+        if self._speculation is not None and plan:  # proposals also take blocks, whose content must be saved first
             plan = self._speculation.extend(plan, scheduler)
         if self._copier is not None and plan:
             self._copy()
@@ -405,7 +405,7 @@ class ScheduledEngine:
         return self._result(scheduler.commit(plan, sampled, scoring), failures)
 
     def _ending_prompts(self, plan: list[ScheduledSequence]) -> list[PinnedPrompt]:
-        """The prompts whose last step this is and which are handed off, with their blocks as it writes them."""
+        """Prompts that end in this step and are handed off, with the blocks that it writes."""
         reservations, generations = self.scheduler.reservations, self.scheduler.blocks.generations
         if reservations.prompts_end is None and reservations.prompts_written is None:
             return []
@@ -418,12 +418,12 @@ class ScheduledEngine:
         return ending
 
     def written(self, layers: int) -> None:
-        """The step that is waited for has written the KV of so many leading layers; 0: of all."""
+        """The step in flight has written the KV of this many leading layers; 0: of all."""
         report, ending, whole = self.scheduler.reservations.prompts_written, self._ending, not layers
         if whole:
             self._ending = []
         if ending and report is not None and not (whole and self.scheduler.kv_cache.windows is not None):
-            report(ending, layers)  # which rows windows take is known once a prompt is pinned
+            report(ending, layers)  # rows of windows are known once a prompt is pinned
 
     def _result(self, result: StepResult, failures: list[Failure]) -> StepResult:
         """The result of a step, with further failures, among them of sequences that cannot match their constraint."""
@@ -440,7 +440,7 @@ class ScheduledEngine:
         return result
 
     def _copy(self) -> None:
-        """Copy the blocks and rows that this plan reassigns to the host, and those that it reads from there."""
+        """Copy blocks and rows that this plan reassigns to the host, and those that it needs from the host."""
         copiers = self._copier, self._row_copier
         for host, copier in zip(self.scheduler.kv_cache.hosts, copiers, strict=False):
             copies = host.take_copies()

@@ -44,10 +44,10 @@ from penstock.workers.engines.engine_protocol import (
 class Reservations:
     """Implements ``engine_protocol.KvTransfer``: blocks for prompts whose KV comes from another worker.
 
-    What host memory has of a prompt is brought back, what only files have is not: the other worker is faster.
+    Blocks in host memory are copied back. Blocks that are only in files are not: the other worker is faster.
 
     Attributes:
-        prompts_end, prompts_written: as of ``KvTransfer``.
+        prompts_end, prompts_written: see ``KvTransfer``.
         copy: makes the copies that are planned, without waiting.
         settle, settle_rows: wait for copies of these blocks, or rows of sliding-window layers.
 
@@ -627,7 +627,7 @@ class Queue:
     def _in_windows(
         self, windows: WindowRows, digests: list[bytes], hits: list[int], offloaded: list[bytes]
     ) -> tuple[int, list[bytes]]:
-        """How many blocks of a prefix can be reused, and which rows come from host memory for that."""
+        """How many blocks of a prefix can be reused, and the names of the rows that host memory must supply."""
         if windows.host is not None:
             border = windows.usable(hits, names=digests[: len(hits) + len(offloaded)])
             rows = windows.offloaded(hits, digests, border)
@@ -656,5 +656,5 @@ class Queue:
 
 
 def _reads(sequence: Sequence) -> bool:
-    """Whether it waits for files."""
+    """Whether a sequence waits for files."""
     return any(fetch.waiting for fetch in sequence.fetches)

@@ -192,7 +192,7 @@ class KvCacheManager:
 
     @property
     def hosts(self) -> list[HostCache]:
-        """What is behind the blocks, and behind the rows."""
+        """The host caches of the blocks and of the rows of sliding-window layers, as far as there are any."""
         behind = self.blocks.host, None if self.windows is None else self.windows.host
         return [host for host in behind if host is not None]
 

@@ -75,7 +75,7 @@ class Sequence:
     pin: bool = False  # see SequenceRequest
     reservation: BlockReservation | None = None
     no_store: bool = False  # see SequenceRequest
-    fetches: tuple[BlockFetch, ...] = ()  # what it waits for, or needs to start
+    fetches: tuple[BlockFetch, ...] = ()  # that it waits for, or needs to start
     adapter: "LoadedAdapter | None" = None
     adapter_slot: int = -1  # of the device, while it runs; -1: it has no adapter
     passed: int = 0  # times that others went before it, because no slot was free for its adapter
@@ -113,7 +113,7 @@ Sampled = tuple[int, Logprob | None]  # a drawn token; its log-probabilities, if
 
 
 class Waypoint(Protocol):
-    """Where a step that has begun has written the KV of so many leading layers; 0: of all."""
+    """The point at which a launched step has written the KV of ``layers`` leading layers; 0: of all."""
 
     @property
     def layers(self) -> int: ...
@@ -129,7 +129,7 @@ class PendingStep(Protocol):
     """A step that an ``OverlapExecutor`` has begun.
 
     Attributes:
-        waypoints: in order, if it computes the last of a prompt that is handed off, and as far as they are known.
+        waypoints: the known ones, in order, if the step completes a prompt that is handed off.
     """
 
     @property

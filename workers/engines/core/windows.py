@@ -18,8 +18,8 @@ A prefix of the cache can be reused up to a block border if the rows that a wind
 Passed rows are dropped without an event: a router's view of a prefix is exact for the longest chains, and a request
 that branches off inside one may find less.
 
-Behind the rows there may be host memory, as behind the blocks (``HostCache``). A row is saved when it is
-reassigned or its block leaves the device. What a prefix lacks of its window comes back from there.
+Rows may have a cache in host memory (``HostCache``), as blocks do. A row is saved when it is reassigned or its block
+leaves the device, and copied back when a prefix needs it for its window.
 
 Other workers fill rows while a step is computed. That is safe between two calls of ``Scheduler.schedule``: the one plan
 that may be in flight then was made after the rows that are passed by now were passed, so it reads none of them.
@@ -46,7 +46,7 @@ class WindowRows:
         block_size: tokens of a row.
         window: tokens that a query attends to in these layers, itself included.
         only: this pool is the model's whole KV cache; it has no other layers.
-        host: has rows of blocks that left the device.
+        host: cache of rows in host memory; None: there is none.
 
     Attributes:
         rows: the row of each block that has one; ``free`` has the others, but for those that are reserved.
@@ -115,8 +115,8 @@ class WindowRows:
 
         Args:
             tokens: in the blocks, if the last is not full; 0: all are.
-            names: of these blocks, and of those behind them that are in host memory: rows may be there, too.
-            files: or in files.
+            names: of these blocks and of the next ones, whose rows may be in host memory.
+            files: rows may be in files, too.
         """
         border = max(len(hits), len(names))
         position, rows, host = tokens or border * self.block_size, self.rows, self.host if names else None
@@ -260,9 +260,9 @@ class WindowRows:
             self._drop(block, passed=self._blocks.shared(block))
 
     def reserve(self, count: int) -> list[int]:
-        """Rows that another worker fills; ``left`` has allowed it. They end with ``enter`` or ``unreserve``.
+        """Reserve rows for another worker to fill, as many as ``left`` allows, until ``enter`` or ``unreserve``.
 
-        What they held is lost, unless it was saved ahead, as of ``BlockManager.take``.
+        Their content is lost unless it was saved before, see ``BlockManager.take``.
         """
         rows = [self._take(foreign=True) for _ in range(count)]
         self._reserved += count

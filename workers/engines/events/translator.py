@@ -5,7 +5,7 @@ and parents. ``PublishedFormat`` reads vLLM's and SGLang's events (TensorRT-LLM'
 belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of
 every block. With a draft head, SGLang's blocks have pairs of a token and the next one; blocks with one name can then
 differ in what follows, and the name is removed with the last of them. vLLM may keep two copies of a block and reports
-each; here the block is removed with the first of them, so that a router knows of fewer blocks than there are, never of
+each; here the block is removed with the first of them, so that a router sees fewer blocks than there are, never
 more. A block that cannot be named for certain (unknown parent, another block size, media without a digest of ours) is
 left out.
 
@@ -211,7 +211,7 @@ _ALL = float("inf")  # window of layers with full attention
 
 
 class TranslatorCounts(msgspec.Struct):
-    """Totals since the start. They count blocks, except ``malformed`` (events) and ``lost`` (batches)."""
+    """Totals of blocks since the start, except ``malformed`` (events) and ``lost`` (batches)."""
 
     partial: int = 0
     filtered: int = 0  # of layers that are not followed
@@ -224,10 +224,10 @@ class EventFormat(Protocol):
     """One publisher's events in an engine's format."""
 
     def apply(self, event: Any, blocks: "EventTranslator") -> None:
-        """Apply an event to the publisher's blocks; it raises an error if the event is malformed."""
+        """Apply an event to the publisher's blocks; raises an error if the event is malformed."""
 
     def lost(self) -> None:
-        """Some events are missing before the next."""
+        """Some events before the next one were lost."""
 
 
 class EventTranslator:
@@ -258,7 +258,7 @@ class EventTranslator:
         return self.tree.take_events()
 
     def forget(self) -> list[KvEvent]:
-        """Drop all that is known: events were lost."""
+        """Drop all blocks, since events were lost."""
         self.counts.lost += 1
         self._form.lost()
         self.clear()

@@ -1,4 +1,4 @@
-"""The user's engine arguments (YAML file and JSON overrides), and what the installed release takes."""
+"""The user's engine arguments (YAML file and JSON overrides), and what the installed release accepts."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ EVENT_STEPS = 10_000  # KV event messages that are kept for replay
 
 
 def given_arguments(settings: WorkerSettings) -> Tree:
-    """The YAML of ``--extra-engine-args`` with the JSON of ``--override-engine-args`` laid over it.
+    """The YAML of ``--extra-engine-args``, overridden by the JSON of ``--override-engine-args``.
 
     Raises:
         BadArguments: one of them cannot be read.
@@ -93,7 +93,7 @@ def refused(
 
 
 def fields_of(kind: Any) -> frozenset[str]:
-    """Names of the fields of a dataclass, Struct or pydantic model, else of the parameters of a call."""
+    """Names of the fields of a dataclass, Struct or pydantic model, or of the parameters of a callable."""
     if dataclasses.is_dataclass(kind):
         return frozenset(field.name for field in dataclasses.fields(kind))
     for names in (getattr(kind, "__struct_fields__", None), getattr(kind, "model_fields", None)):
@@ -109,10 +109,11 @@ def check_interface(title: str, needed: Mapping[Any, Collection[str]], install: 
     """
     Args:
         title: of the package, with its release.
-        needed: names that its classes and calls must have.
+        needed: class or callable -> names of fields or parameters that it must have.
+        install: how to install a release that has them, for the error.
 
     Raises:
-        EngineError: it lacks some; with the command to install one that has them.
+        EngineError: some are missing.
     """
     missing = {name for kind, names in needed.items() for name in set(names) - fields_of(kind)}
     if missing:

@@ -81,7 +81,7 @@ class BlockCounts(NamedTuple):
 
 
 class KnownBlocks(Protocol):
-    """What is known of the blocks of an engine's KV cache. Used in the engine thread."""
+    """The blocks of an engine's KV cache, as far as it reports them. Used in the engine thread."""
 
     def take(self, event: Any) -> dict[int, list[KvEvent]]:
         """Take an event of the queue that belongs to no sequence; returns the KV events in it by rank."""
@@ -103,8 +103,8 @@ class Adapter(Generic[C]):
 
     Attributes:
         title: name of the package, for error messages.
-        accept: checks and prepares a sequence, with the handle of its LoRA adapter, if it has one; in the engine
-            thread. It raises a RequestError if the sequence can never run here.
+        accept: checks and prepares a sequence, given the handle of its LoRA adapter (None: it has none). Called in the
+            engine thread; raises RequestError if the sequence can never run here.
         vision: of engines that take images.
         collectors: the engine's own metrics, for the worker's registry.
         linger_s: how long KV events may follow the last output.
@@ -206,10 +206,10 @@ class EngineLoras:
         self._release(identity)
 
     def hold(self, request: SequenceRequest) -> Any:
-        """The handle for a sequence, whose adapter stays until ``release``.
+        """The adapter's handle for a sequence, which keeps the adapter loaded until ``release``.
 
         Raises:
-            RequestError: it was not added, or removed.
+            RequestError: the adapter was never added, or was removed.
         """
         with self._lock:
             lora = self._known.get(request.adapter)

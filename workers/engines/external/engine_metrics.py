@@ -20,8 +20,8 @@ class NativeSeries(Collector):
 
     Args:
         prefix: of the series.
-        registry: where the engine registers in this process; not read where this process writes files, too.
-        folder: of files of the engine's other processes, where it is not that of ``MULTIPROCESS``.
+        registry: of the engine's metrics in this process; not read if this process also writes files.
+        folder: with files of the engine's other processes, if it is not that of ``MULTIPROCESS``.
     """
 
     def __init__(self, prefix: str, registry: CollectorRegistry = REGISTRY, folder: str = "") -> None:

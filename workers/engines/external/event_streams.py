@@ -20,7 +20,7 @@ from penstock.workers.engines.external.runtime import Inbox
 
 log = structlog.get_logger("engine")
 
-KV_EVENTS_S = 0.1  # they come over another channel than the outputs, and may follow the last one
+KV_EVENTS_S = 0.1  # events use another channel than outputs, and may follow the last output
 
 
 class KvPayloads(NamedTuple):
@@ -36,7 +36,7 @@ class EventStreams:
 
     Args:
         root: parent of the first block's name for prompts without a salt.
-        load: blocks of running requests, as the schedulers said last, and preemptions since the start.
+        load: returns the blocks of running requests, as last reported, and the preemptions since the start.
     """
 
     def __init__(self, info: EngineInfo, root: bytes, load: Callable[[], tuple[int, int]]) -> None:
@@ -61,10 +61,10 @@ class EventStreams:
         return self._translators[rank].dump()
 
     def counts(self, *, active: bool, pinned: int) -> BlockCounts:
-        """The pool, of which a named block that nothing uses is cached."""
+        """Counts of the pool. A named block that no request uses counts as cached."""
         (used, preemptions), total = self._load(), self._total
         pinned = min(total, pinned)
-        used = min(total, max(pinned, used if active else 0))  # what they said is outdated once nothing runs
+        used = min(total, max(pinned, used if active else 0))  # the last report is outdated once nothing runs
         cached = min(total - used, sum(translator.names for translator in self._translators))
         return BlockCounts(used, cached, total - used - cached, pinned, preemptions)
 

@@ -43,7 +43,7 @@ class ImageStore:
         slots: 0: as many as the native engine's encode workers have, or fewer if memory is short.
         slot_tokens: rows of a slot.
         dtype: of the model, hence of an encode worker's embeddings; None: it takes none.
-        files: keep files, not images, which can take 160 MB each.
+        files: keep files instead of decoded images, which can take 160 MB each.
         equal: take only embeddings that fill a slot.
 
     Attributes:
@@ -75,7 +75,7 @@ class ImageStore:
             self.slots = slots or max(1, min(DEFAULT_SLOTS, room))
             shape = (self.slots, slot_tokens, vision.hidden)
             self.pool = EmbeddingSlots(*shape, dtype, device, vision.tiles, vision.patches)
-        self._kept: dict[int, Any] = {}  # images or files, by their first slot
+        self._kept: dict[int, Any] = {}  # image or file by its first slot
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Check one medium, in a thread.
@@ -128,19 +128,19 @@ class ImageStore:
                 self._kept[slots[0]] = prepared.content
 
     def mark_embedded(self, slots: Seq[int]) -> None:
-        """Note that these slots hold embeddings now, instead of an image."""
+        """Mark these slots as holding embeddings instead of an image."""
         for slot in slots:
             self._kept.pop(slot, None)
 
     def alike(self, media: Seq[Seq[int]]) -> bool:
-        """Whether all of these slots hold images, or none of them does: a request has one kind."""
+        """Whether either all of these slots hold images, or none does: a request must not mix both kinds."""
         return len({slots[0] in self._kept for slots in media}) < 2
 
     def images(self, spans: Seq[MediaSpan]) -> tuple[Any, ...]:
-        """A request's images, or their files; none: they are embedded.
+        """A request's images, or their files; empty if they are embedded.
 
         Raises:
-            RequestError: some are, others are not.
+            RequestError: some are embedded and others are not.
         """
         if not self.alike([span.slots for span in spans]):
             raise RequestError(
@@ -151,7 +151,7 @@ class ImageStore:
         return tuple(self._kept[span.slots[0]] for span in spans if span.slots[0] in self._kept)
 
     def embeddings(self, spans: Seq[MediaSpan]) -> list[Tensor]:
-        """Of each image (tokens, hidden). Copies: slots may be reused before they are read."""
+        """Embeddings of each image, (tokens, hidden). They are copies: slots may be reused before they are read."""
         assert self.pool is not None
         return [self.pool.read(span.slots, span.tokens) for span in spans]
 

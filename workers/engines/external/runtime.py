@@ -301,7 +301,7 @@ def children_of(parent: int) -> Iterator[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not (Linux)."""
+    """Whether a process runs (Linux). A zombie does not."""
     return _state(Path(f"/proc/{pid}"))[0] not in ("", "Z", "X")
 
 

@@ -39,7 +39,7 @@ class SequenceFailure(NamedTuple):
 def last_token(
     new: list[Token], finish: str, stop_token: int | None = None
 ) -> tuple[list[Token], SequenceFailure | None]:
-    """End an output whose last token is among its new ones; it fails where there are none.
+    """End an output with the last of its new tokens; without new tokens, it fails.
 
     Args:
         stop_token: default: the last one, if it was stopped.
@@ -52,7 +52,7 @@ def last_token(
 
 
 def logprob_at(entries: Seq[Any] | None, at: int, token: int, top: int | None) -> Logprob | None:
-    """The log-probability of a token in the engine's list; None: none was asked for (``top``)."""
+    """The log-probability of a token in the engine's list; None if ``top`` is None: none was requested."""
     if top is None:
         return None
     return logprob_of(entries[at], token, top) if entries and 0 <= at < len(entries) else Logprob(MISSING)
@@ -143,7 +143,7 @@ class ActiveSequence(Generic[C]):
         self.task: asyncio.Task[None] | None = None
 
     def first_output(self, cached: Any) -> int | None:
-        """The cached tokens of its prompt, as the engine says with its first output; None: it is not the first."""
+        """Cached tokens of its prompt, as the engine reports with the first output; None: this is a later output."""
         if self.responded:
             return None
         self.responded = True
@@ -207,10 +207,10 @@ class Follower(Generic[A, C]):
             sequence.task.cancel()
 
     def watch(self, check: Callable[[], Awaitable[None]], every_s: float) -> None:
-        """Look after the engine, which can fail while it has no requests; from any thread.
+        """Check the engine periodically, since it can fail while it has no requests. Call it from any thread.
 
         Args:
-            check: raises an error if it has failed.
+            check: raises an error if the engine has failed.
         """
 
         async def watch() -> None:
@@ -228,10 +228,10 @@ class Follower(Generic[A, C]):
         self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, message)))
 
     def _failed(self, sequence: ActiveSequence[C], error: Exception, code: Code | None) -> None:
-        """A call for a sequence has failed.
+        """Report that a call for a sequence has failed.
 
         Args:
-            code: None: the engine has failed with it.
+            code: of the sequence's error; None: the whole engine has failed.
         """
         if code is None:
             self.broken(error)

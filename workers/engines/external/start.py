@@ -1,4 +1,4 @@
-"""Starts an engine of several processes (vLLM, SGLang), and its part on each further machine."""
+"""Starts an engine of several processes (vLLM, SGLang), and its part on each other machine."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ class Package(NamedTuple):
         name: of ``--engine``.
         title: for messages.
         version: of the installed release.
-        own_address: its variable for the address at which ranks of other machines reach this one.
+        own_address: environment variable for the address at which ranks of other machines reach this one.
     """
 
     name: str
@@ -64,18 +64,18 @@ def start(
 
     Args:
         revision: of the model.
-        make: constructs it, in its event loop.
-        undo: gets what ends it.
-        tree: its arguments, for the other machines.
-        variables: environment variables for its processes.
-        events: of its publisher of KV events; None: there is none.
+        make: constructs the engine, in its event loop.
+        undo: receives the callbacks that end the engine.
+        tree: the engine's arguments, for the other machines.
+        variables: environment variables for the engine's processes.
+        events: of the engine's publisher of KV events; None: there is none.
         ranks: data-parallel ranks, each with a publisher.
-        readers: its tasks that read from its processes.
+        readers: the engine's tasks that read from its processes.
         asked: called when another machine was asked to stop; from any thread.
 
     Raises:
         BadArguments: it refuses an argument.
-        EngineError: it does not start, or a machine is missing.
+        EngineError: the engine does not start, or a machine is missing.
     """
     inbox = Inbox()
     group = NodeGroup(settings, (package.name, package.version, revision), inbox, asked)
@@ -102,8 +102,8 @@ class EngineNode:
 
     Args:
         variables: environment variables for its processes.
-        make: starts them with these arguments; blocks until all ranks of the engine have met.
-        ended: waits until one has ended; returns what happened.
+        make: starts the processes with the given arguments; blocks until all ranks of the engine are connected.
+        ended: waits until a process has ended; returns what happened.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class EngineNode:
         self._part: Any = None
 
     def run(self, tree: Tree) -> str:
-        """Start it, and wait for its end. Returns what happened.
+        """Start the processes, and wait until one ends. Returns what happened.
 
         Raises:
             BadArguments: it refuses an argument.

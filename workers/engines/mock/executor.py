@@ -251,8 +251,8 @@ class MockExecutor:
         end: the token that ends them, an EOS of the model.
     Attributes:
         plays: sequences may play a recording: the engine's ``hold`` is a ``Player``'s.
-        written: called with a number of leading layers whose KV is in ``blocks``, while the others of a prompt's last
-            step are being computed; None: nobody wants to know.
+        written: called with the number of leading layers whose KV is in ``blocks`` while the last step of a prompt
+            computes the others; None: not called.
     """
 
     def __init__(

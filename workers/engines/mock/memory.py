@@ -171,12 +171,12 @@ class MockBlocks:
 
     @property
     def layers(self) -> int:
-        """Of a block, equal parts of its bytes."""
+        """Number of layers in a block, of equal size."""
         return self.memory().layers
 
     @contextmanager
     def without_last_layer(self, plan: Seq[ScheduledSequence]) -> Iterator[None]:
-        """As long as the last layer of what a step writes is not computed yet."""
+        """A context in which the last layer of the blocks that a step writes is not computed yet."""
         size, data = self.pages.size, self.pages.data
         parts = []
         for scheduled in plan:

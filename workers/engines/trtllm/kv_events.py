@@ -2,7 +2,7 @@
 
 Pure: no engine, no clock, no thread. There is one translator per attention-DP rank (see ``by_rank``). A block that
 cannot be named for certain (its parent was lost, two tenants have a copy of its tokens, or its media are unknown) is
-left out with all its descendants: a router then knows of fewer blocks than there are, never of more. Blocks in host
+left out with all its descendants: a router then sees fewer blocks than there are, never more. Blocks in host
 memory have ``tier`` 1.
 """
 
@@ -84,7 +84,7 @@ class TrtllmFormat:
         self._expected: int | None = None  # the next event_id
 
     def lost(self) -> None:
-        self._expected = None  # nobody can say how many
+        self._expected = None  # the number of lost events is unknown
 
     def apply(self, event: Mapping[str, Any], blocks: EventTranslator) -> None:
         self._check_sequence(int(event["event_id"]), blocks)
