@@ -164,7 +164,7 @@ class Budgets:
             except msgspec.MsgspecError as error:
                 log.warning("usage_unreadable", subject=entry.subject, error=str(error))
 
-        subjects, told = bus.subjects, False
+        subjects, logged = bus.subjects, False
         tail = LogTail(bus, subjects.stream("USAGE"), subjects.all("usage"), read, cell.clear)
         while True:
             try:
@@ -172,10 +172,10 @@ class Budgets:
                 break
             except (ServingError, NatsError, OSError, TimeoutError) as error:
                 cell.clear()
-                if not told:
+                if not logged:
                     why = str(error) or repr(error)
                     log.warning("budgets_unknown", error=why, action="run `penstock streams apply`")
-                told = True
+                logged = True
                 await asyncio.sleep(FOLLOW_AGAIN_S)
         self._tails.append(tail)
         self._cells.append(cell)

@@ -208,8 +208,8 @@ def context_length(
         scaled = _scaled(rope, named, config)
         if scaled is not None:
             tokens, most = scaled
-            told = f", up to {most:,} with --max-model-len" if most > tokens else ""
-            source += f"; RoPE scaling {rope_type(rope)}{told}"
+            limit = f", up to {most:,} with --max-model-len" if most > tokens else ""
+            source += f"; RoPE scaling {rope_type(rope)}{limit}"
             break
     return Length(tokens, most, source)
 

@@ -137,7 +137,7 @@ def _fields(line: AuditLine) -> dict[str, object]:
 def _print(line: AuditLine, console: Console) -> None:
     entry = line.entry
     who = f"{line.user}{'*' if line.seen_by and line.user != '*' else ''}" + (f" {entry.key}" if entry.key else "")
-    action, what, detail = told(entry)
+    action, what, detail = described(entry)
     parts: Iterable[str] = (
         what,
         detail,
@@ -151,7 +151,7 @@ def _print(line: AuditLine, console: Console) -> None:
     print_hanging(console, head, escape("  ".join(part for part in parts if part)))
 
 
-def told(entry: AuditEntry) -> tuple[str, str, str]:
+def described(entry: AuditEntry) -> tuple[str, str, str]:
     """Action, object and detail in the terms of the other commands. The broker's reports have their own terms."""
     if entry.action == "stored":  # something in a bucket, by no command of ours
         bucket, _, name = entry.what.partition(".")

@@ -107,7 +107,7 @@ def run_backup(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     args.folder = Path(args.folder).resolve()
-    return run_command("backup", lambda: _told(_backup(args, stdout())))
+    return run_command("backup", lambda: _reported(_backup(args, stdout())))
 
 
 def run_restore(argv: Sequence[str]) -> int:
@@ -132,10 +132,10 @@ def run_restore(argv: Sequence[str]) -> int:
         parser.error("give --data-dir for a new data folder, or --nats-url for a running broker")
     args.folder = Path(args.folder).resolve()
     args.data_dir = Path(args.data_dir).resolve() if args.data_dir else None
-    return run_command("restore", lambda: _told(_restore(args, stdout())))
+    return run_command("restore", lambda: _reported(_restore(args, stdout())))
 
 
-async def _told(work: Any) -> None:
+async def _reported(work: Any) -> None:
     """
     Raises:
         ValueError: instead of errors that are not for users.

@@ -89,8 +89,8 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
                 console.print(f"cell {cell.number}: {error}", highlight=False)
             continue
         if args.json:
-            told = msgspec.to_builtins(result) | ({"cell": cell.number} if cell.cells > 1 else {})
-            console.file.write(msgspec.json.encode(told).decode() + "\n")
+            line = msgspec.to_builtins(result) | ({"cell": cell.number} if cell.cells > 1 else {})
+            console.file.write(msgspec.json.encode(line).decode() + "\n")
         else:
             if len(cells) > 1:
                 console.print(f"[bold]cell {cell.number}[/]", highlight=False)

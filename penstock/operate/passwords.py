@@ -347,9 +347,9 @@ async def _servers(nc: Client) -> list[str]:
     try:
         async with asyncio.timeout(ASK_S):
             while len(found) < expected:
-                told = json.loads((await replies.next_msg(timeout=ASK_S)).data)
-                found.append(told["server"]["id"])
-                expected = max(expected, told["statsz"]["active_servers"])
+                report = json.loads((await replies.next_msg(timeout=ASK_S)).data)
+                found.append(report["server"]["id"])
+                expected = max(expected, report["statsz"]["active_servers"])
     except (TimeoutError, NatsError):
         raise BrokerProblem(
             f"{len(found)} of {expected} servers have listed their connections; try again when all run, or use --force"

@@ -83,7 +83,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     else:
         _print(rows, args.by, args.every, console)
     for gap in table.gaps:
-        print(f"penstock usage: {_told(gap)}", file=sys.stderr)
+        print(f"penstock usage: {_described(gap)}", file=sys.stderr)
 
 
 def _rows(table: UsageTable, by: Sequence[str], every: str) -> Iterator[dict[str, object]]:
@@ -122,7 +122,7 @@ def _print(rows: Sequence[dict[str, object]], by: Sequence[str], every: str, con
     console.print(table)
 
 
-def _told(gap: UsageGap) -> str:
+def _described(gap: UsageGap) -> str:
     """What is not counted, as a sentence."""
     until = f"{_moment(gap.until_ns)}" if gap.until_ns else "now"
     between = f"between {_moment(gap.since_ns)} and {until}" if gap.since_ns else f"before {until}"

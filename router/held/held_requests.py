@@ -238,7 +238,7 @@ PREFIX_LENGTHS = (1, 2, 3, *(step << octave for octave in range(16) for step in 
 
 
 class HeldPrefixes:
-    """What the prompts of held requests begin with, at ``PREFIX_LENGTHS``: a quarter of a length is not told apart."""
+    """Prefixes of the prompts of held requests, at ``PREFIX_LENGTHS``: lengths are exact to a quarter."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # by the key of the last block

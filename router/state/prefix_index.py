@@ -265,7 +265,7 @@ class PrefixIndex:
         feed.lower[tier] = own
 
     def _on(self, feed: _Feed, holding: Holding, key: int) -> int:
-        """The tiers that have a block, a bit for each. What is on one only is told by the holdings."""
+        """The tiers that have a block, a bit for each. The holdings show a block that is on one tier only."""
         found = feed.copies.get(key, 0)
         if not found:
             if self.holders.holds(holding, key):

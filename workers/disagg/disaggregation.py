@@ -371,8 +371,7 @@ class DisaggCoordinator:
     def written(self, running: RunningRequest, prompt: PinnedPrompt, layers: int) -> None:
         """Ask the decode worker to read the layers that an announced prompt's last step has computed so far.
 
-        Nothing pins the blocks before ``offer`` does. If their content changes until then, the reader notices it by their
-        generations.
+        The blocks are not pinned before ``offer``. If their content changes until then, the generations show it.
 
         Args:
             layers: number of leading layers; 0: all.

@@ -36,8 +36,8 @@ from penstock.workers.kv_transfer.transport_protocol import (
 log = structlog.get_logger("handoff")
 
 # A release waits until the request that read the blocks is in the engine. Before, it would keep the engine's thread
-# from the interpreter
-# for 0.07 ms (from "received" to "step begun" of ``python -m tests.gpu.disaggregated --engine mock``).
+# from the interpreter for 0.07 ms (between "received" and "step begun" of ``python -m tests.gpu.disaggregated --engine
+# mock``).
 RELEASE_LATER_S = 0.002
 RELEASE_S = 1.0
 RELEASE_ATTEMPTS = 3

@@ -201,8 +201,8 @@ class AdapterTable:
         try:
             adapter = await self._added(name, target, before)
         except Exception as error:  # its files can hold anything: the worker and its other adapters continue
-            told = str(error) if isinstance(error, (AdapterError, EngineError)) else repr(error)
-            reason = told[:MOST_REASON]
+            message = str(error) if isinstance(error, (AdapterError, EngineError)) else repr(error)
+            reason = message[:MOST_REASON]
             log.error("adapter_failed", adapter=name, folder=target.path, error=reason)
             kept = before if before is not None else LoraAdapter(name, root=target.path)
             self._known[name] = msgspec.structs.replace(kept, revision=target.revision, error=reason)

@@ -544,10 +544,10 @@ def _given(body: ChatCompletionRequest) -> Any:
 
 def _offered_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools as the model sees them, without ``strict``, which affects decoding only."""
-    return [_told_tool(tool, tool.get("function")) for tool in tools]
+    return [_offered_tool(tool, tool.get("function")) for tool in tools]
 
 
-def _told_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
+def _offered_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or "strict" not in function:
         return tool
     return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
@@ -555,12 +555,12 @@ def _told_tool(tool: dict[str, Any], function: Any) -> dict[str, Any]:
 
 def _described(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools with the description and properties that some templates require."""
-    told = []
+    described = []
     for tool in tools:
         given = {key: value for key, value in tool["function"].items() if value is not None}
         parameters = {"type": "object", "properties": {}, **given.get("parameters", {})}
-        told.append({**tool, "function": {"description": "", **given, "parameters": parameters}})
-    return told
+        described.append({**tool, "function": {"description": "", **given, "parameters": parameters}})
+    return described
 
 
 def _template_for(body: ChatCompletionRequest, model: ModelDir) -> ChatTemplate:

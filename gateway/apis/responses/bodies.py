@@ -116,9 +116,11 @@ def _custom(tool: dict[str, Any]) -> dict[str, Any]:
     """A custom tool as a function. Its format is described to the model, but not enforced."""
     given = tool.get("format")
     form: dict[str, Any] = given if isinstance(given, dict) else {}
-    asked = f"The input must match this grammar ({form.get('syntax')}):\n{form.get('definition')}"
-    told = "\n\n".join(str(text) for text in (tool.get("description"), asked if "definition" in form else "") if text)
-    return {"name": tool.get("name"), "description": told or None, "parameters": _TAKES_TEXT}
+    grammar = f"The input must match this grammar ({form.get('syntax')}):\n{form.get('definition')}"
+    description = "\n\n".join(
+        str(text) for text in (tool.get("description"), grammar if "definition" in form else "") if text
+    )
+    return {"name": tool.get("name"), "description": description or None, "parameters": _TAKES_TEXT}
 
 
 def custom_arguments(text: str) -> str:

@@ -151,17 +151,17 @@ def _stream(stored: StoredLog, name: str) -> StoredStream | None:
     return stored.stream(stored.subjects.stream(name))
 
 
-def _unreadable(bus: Readable, told: set[int]) -> list[RequestSummary]:
+def _unreadable(bus: Readable, logged: set[int]) -> list[RequestSummary]:
     """Ended requests whose records are damaged in the files that were read, with the little that is known of them.
 
     Args:
-        told: the blocks with damage that was logged before; newly logged ones are added.
+        logged: the blocks whose damage was logged before; the function adds those that it logs.
     """
     stream = _stream(bus, "DONE") if isinstance(bus, StoredLog) else None
     found = []
-    for number in sorted(stream.incomplete.keys() - told, reverse=True) if stream is not None else ():
+    for number in sorted(stream.incomplete.keys() - logged, reverse=True) if stream is not None else ():
         assert stream is not None
-        told.add(number)
+        logged.add(number)
         for subject in map(bytes.decode, stream.lost_subjects(number)):
             tenant, model, request_id = subject.split(".")[-3:]
             with contextlib.suppress(ValueError):  # no request of ours
@@ -403,7 +403,7 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
     """
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
-    told = set[int]()
+    logged = set[int]()
     before = await _behind(bus, stream, criteria)
     wanted = not criteria.states or UNKNOWN in criteria.states
     missing: _Missing | None = None
@@ -415,7 +415,7 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
         for lost in await missing.above(entry) if missing is not None else ():
             if criteria.accepts(lost):
                 yield lost
-        for lost in filter(criteria.accepts, _unreadable(bus, told)):
+        for lost in filter(criteria.accepts, _unreadable(bus, logged)):
             yield lost
         if oldest and entry.time_ns < oldest:
             return
@@ -426,7 +426,7 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
             continue
         if summary is not None and criteria.accepts(summary):
             yield summary
-    for lost in filter(criteria.accepts, _unreadable(bus, told)):
+    for lost in filter(criteria.accepts, _unreadable(bus, logged)):
         yield lost
 
 

@@ -100,9 +100,9 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 print(f"cell {cell.number}: {error}", file=sys.stderr)
             continue
         if args.json:
-            told = msgspec.to_builtins(decided.report) | {"reasons": msgspec.to_builtins(decided.reasons)}
-            told |= {"cell": cell.number} if several else {}
-            console.file.write(msgspec.json.encode(told).decode() + "\n")
+            line = msgspec.to_builtins(decided.report) | {"reasons": msgspec.to_builtins(decided.reasons)}
+            line |= {"cell": cell.number} if several else {}
+            console.file.write(msgspec.json.encode(line).decode() + "\n")
             continue
         if several:
             console.print(f"[bold]cell {cell.number}[/]", highlight=False)

@@ -380,7 +380,7 @@ def _files(
         for each in choices.configurations
         if settings.source != "measured" and each.name in {pool.configuration for pool in best.pools}
     }
-    told: dict[str, Any] = {
+    suggestion: dict[str, Any] = {
         "sla": msgspec.to_builtins(sla),
         "source": settings.source,
         "gpu": settings.gpu,
@@ -393,7 +393,7 @@ def _files(
         "others": [msgspec.to_builtins(each) for each in found[1 : settings.show]],
         "left_out": choices.left_out,
     }
-    return {SUGGESTION: yaml.safe_dump(told, sort_keys=False, allow_unicode=True)} | texts | profiles
+    return {SUGGESTION: yaml.safe_dump(suggestion, sort_keys=False, allow_unicode=True)} | texts | profiles
 
 
 def _values(

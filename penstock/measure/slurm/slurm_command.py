@@ -209,7 +209,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         return int(args.run(args))
     except _REFUSED as error:
-        print(f"penstock slurm {args.command}: {_told(error)}", file=sys.stderr)
+        print(f"penstock slurm {args.command}: {_described(error)}", file=sys.stderr)
         return 1
 
 
@@ -393,7 +393,7 @@ def _tree(path: str) -> Tree:
     return parse_yaml(Path(path).read_text(encoding="utf-8"))
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     name = getattr(error, "filename", None)
     return f"{name}: {reason(error)}" if name else reason(error)
 

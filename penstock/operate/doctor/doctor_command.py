@@ -355,8 +355,8 @@ async def _through_broker(source: LogSource, state: DeploymentState | None, file
     for cell in cells:
         one = await _through_broker_of(cell, state, files)
         if cell.cells > 1:
-            told = [msgspec.structs.replace(each, what=f"cell {cell.number}: {each.what}") for each in one.findings]
-            one = one._replace(findings=told)
+            findings = [msgspec.structs.replace(each, what=f"cell {cell.number}: {each.what}") for each in one.findings]
+            one = one._replace(findings=findings)
         seen.append(one)
     if not any(each.runs for each in seen):
         return _Seen([problem("deployment", f"nothing runs on {source.data_dir}", _START)], runs=False)

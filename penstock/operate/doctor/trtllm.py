@@ -175,11 +175,11 @@ class Doctor:
     def _sampling(self, served: ServedOptions) -> CheckResult:
         names = {"alternatives": "top_logprobs"}
         without = [names.get(name, name) for name, value in served._asdict().items() if not value]
-        told = [f"this sampler does not apply {', '.join(without)}"] if without else []
-        told += ["min_tokens counts the prompt as well"] if served.min_tokens == "all" else []
-        if not told:
+        deviations = [f"this sampler does not apply {', '.join(without)}"] if without else []
+        deviations += ["min_tokens counts the prompt as well"] if served.min_tokens == "all" else []
+        if not deviations:
             return ok("sampling", "penalties, min_p, seeds, min_tokens and log-probabilities are applied")
-        return warning("sampling", "; ".join(told), REFUSED)
+        return warning("sampling", "; ".join(deviations), REFUSED)
 
     def _events(self, driver: _Driver) -> CheckResult:
         if not driver.engine.info.kv_events:

@@ -17,7 +17,7 @@ from penstock.infra.bus.audit import Auditor, Watch, broker_user, of_advisory
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.operate.audit import AuditLine, told, unexplained
+from penstock.operate.audit import AuditLine, described, unexplained
 from penstock.schemas.audit import AuditEntry
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
@@ -340,7 +340,7 @@ def test_who_logs_in_by_an_nkey_or_a_jwt_is_known_where_its_name_is() -> None:
 def test_what_the_broker_says_is_shown_in_the_words_of_other_commands(
     entry: AuditEntry, shown: tuple[str, str, str]
 ) -> None:
-    assert told(entry) == shown
+    assert described(entry) == shown
 
 
 def test_only_what_is_near_and_of_the_same_user_explains_what_the_broker_says() -> None:
