@@ -1,12 +1,12 @@
-"""Authenticates HTTP requests: who sent one, and what that caller may do. This happens before anything else.
+"""Authenticates HTTP requests: finds the caller and its permissions, before anything else happens.
 
 A key comes in ``Authorization: Bearer …`` or ``x-api-key``. It is never read from the URL, which proxies and logs keep.
-A request with two different credentials is refused, because a proxy in front and this gateway might each trust another
-one. Whether a key admits a request is a pure function of the key table, the tenants and the time.
+A request with two different credentials is refused, because a proxy in front and this gateway might trust different
+ones. Whether a key admits a request is a pure function of the key table, the tenants and the time.
 
 The table is the ``keys`` bucket: a change arrives within milliseconds, over the republished subject. Once a second the
-gateway also compares its place with the end of the bucket: a table that was not confirmed for ``STALE_S`` admits
-nobody, because a key may have been revoked meanwhile.
+gateway also compares its position with the end of the bucket. A table that was not confirmed for ``STALE_S`` admits no
+one, because a key may have been revoked meanwhile.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class KeyTable:
 
     Args:
         changed: called with the id of a key that was added, changed or removed.
-        confirmed: called whenever the table was found to be as the bucket is.
+        confirmed: called whenever the table was found to match the bucket.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class KeyTable:
         self._changed = changed
         self._on_confirmed = confirmed
         self._clock = clock
-        self._read = False  # everything was read that was there at the start
-        self._confirmed = 0.0  # when the comparison began that found this table current
+        self._read = False  # set once all entries that existed at the start were read
+        self._confirmed = 0.0  # start of the last comparison that found the table current
         self.keys: dict[str, ApiKey] = {}
-        self.unreadable: set[str] = set()  # entries that are no key, by id
+        self.unreadable: set[str] = set()  # unreadable entries, by id
 
     async def start(self, tasks: Tasks) -> None:
         """
@@ -82,7 +82,7 @@ class KeyTable:
 
     @property
     def current(self) -> bool:
-        """Whether everything is known that was changed more than ``STALE_S`` ago."""
+        """Whether the table has all changes that are older than ``STALE_S``."""
         return self._clock() - self._confirmed < STALE_S
 
     async def confirm(self) -> None:
@@ -92,7 +92,7 @@ class KeyTable:
             try:
                 async with asyncio.timeout(STALE_S):
                     end = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=STALE_S)
-                    # It ends elsewhere: something was missed, or a broker that lost its disk has another bucket.
+                    # The bucket ends elsewhere: a change was missed, or the broker lost its disk and has a new bucket.
                     if (end.seq if end is not None else 0) != self.tail.position:
                         await self.tail.catch_up()
             except (ServingError, TimeoutError) as error:
@@ -125,7 +125,7 @@ class KeyTable:
         except (msgspec.MsgspecError, ValueError) as error:
             log.warning("key_unreadable", key=name, error=str(error))
             self.unreadable.add(name)
-            self.keys.pop(name, None)  # rather refused than admitted by what it said before
+            self.keys.pop(name, None)  # refuse the key rather than admit it by its earlier entry
         else:
             before, self.keys[name] = self.keys.get(name), key
             if self._read:
@@ -141,7 +141,7 @@ class Sight(NamedTuple):
     """Which stored requests may be read.
 
     Attributes:
-        tenant: whose; None: everyone's.
+        tenant: whose requests; None: those of all tenants.
         models: canonical names of the models, and names of the adapters, that they ran on. Empty: all.
     """
 
@@ -162,7 +162,7 @@ class Caller:
     """
     Args:
         tenant: the tenant that the requests belong to.
-        sees: the tenant whose requests and answers may be read. None: everyone's.
+        sees: the tenant whose requests and answers may be read. None: those of all tenants.
         key: the API key. None if keys are not in use, or the request came over NATS.
         models: the models that may be named. Empty: all.
         own_cache: KV is not shared with other tenants.
@@ -197,7 +197,7 @@ class Caller:
         return not self.models or model in self.models
 
     def context(self, base: PrepareContext) -> PrepareContext:
-        """What this caller's bodies are prepared for."""
+        """The context in which this caller's bodies are prepared."""
         if self._context is None or self._base is not base:
             self._base = base
             self._context = base._replace(
@@ -210,7 +210,7 @@ class Caller:
         return self._context
 
     def own(self, request: GenerateRequest) -> GenerateRequest:
-        """Give a request to this caller that was prepared without its context."""
+        """Assign a request that was prepared without a caller's context to this caller."""
         highest = self.key.priority if self.key is not None else None
         priority = highest if highest is not None and request.priority.rank < highest.rank else request.priority
         api_key = self.key.prefix if self.key is not None else ""
@@ -230,8 +230,8 @@ def _limited_by(tenant: str, key: ApiKey | None, limits: Limits) -> tuple[Limite
     return found
 
 
-OPERATOR = Caller(DEFAULT_TENANT, None)  # has a key that the gateway was started with
-ANYONE = Caller(DEFAULT_TENANT, None)  # whoever reaches the port, while no keys are in use
+OPERATOR = Caller(DEFAULT_TENANT, None)  # the caller with a key that the gateway was started with
+ANYONE = Caller(DEFAULT_TENANT, None)  # every caller, while no keys are in use
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:
@@ -249,7 +249,7 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The credential in ASGI headers, whose names are lower case.
 
     Raises:
-        ServingError: invalid_api_key, if there is none, there are different ones, or it is not a bearer token.
+        ServingError: invalid_api_key: there is no credential, there are several, or it is not a bearer token.
     """
     found = b""
     for name, value in headers:
@@ -286,7 +286,7 @@ _UNKNOWN = "the API key is not valid: it may be mistyped, or belong to another d
 
 
 def find_key(presented: bytes, keys: Mapping[str, ApiKey]) -> ApiKey:
-    """The key that was presented. Only those who have the whole key learn more than that it is not valid.
+    """Find the presented key. An error tells more than "not valid" only to callers that have the whole key.
 
     Raises:
         ServingError: invalid_api_key.
@@ -303,7 +303,7 @@ def find_key(presented: bytes, keys: Mapping[str, ApiKey]) -> ApiKey:
 def check_valid(key: ApiKey, now_ns: int) -> None:
     """
     Raises:
-        ServingError: invalid_api_key, if the key was revoked or has expired.
+        ServingError: invalid_api_key: the key was revoked or has expired.
     """
     if key.revoked_ns:
         raise refused(f"the API key {key.prefix} was revoked")
@@ -334,7 +334,7 @@ def caller_with(key: ApiKey, tenants: Mapping[str, Limits]) -> Caller | ServingE
 def audited(method: str, path: str, caller: Caller) -> AuditEntry | None:
     """The audit entry for a request that deletes, or that reads with a key which sees all tenants.
 
-    None for all others, and if no keys are in use, since then nobody can be named.
+    None for all other requests, and while no keys are in use, since then the caller has no name.
     """
     stored = path.startswith(_STORED) or path == _LIST
     if caller is ANYONE or not stored or (method != "DELETE" and caller.sees is not None):
@@ -351,7 +351,7 @@ OPEN_PATHS = frozenset(
 
 
 def noted_in(state_dir: str, namespace: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file with which a gateway notes that there are keys. None if it has no place for it."""
+    """The file by which a gateway remembers that there are keys. None: it has no state folder."""
     folder = state_dir or environ.get("STATE_DIRECTORY", "").partition(":")[0]
     return Path(folder).expanduser() / f"{namespace}-has-keys" if folder else None
 
@@ -363,14 +363,14 @@ class Guard:
         always: keys are required even while there are none.
         noted: a file that exists once there are keys. Without it, a gateway on loopback behind a proxy would answer
             everyone after the broker has lost its disk.
-        own: an operator's keys that the gateway was started with. The broker does not know them.
+        own: an operator's keys that the gateway was started with. They are not in the broker's bucket.
         on_lost: called with True when the broker has lost all keys, and with False when it has some again.
 
     Attributes:
         closed: requests need a key. Never becomes false again: neither an emptied bucket nor unreadable entries may
             open the gateway.
-        lost: there were keys, but the broker has none any more.
-        table: the keys, as the broker has them.
+        lost: there were keys, but the broker no longer has any.
+        table: the keys in the broker's bucket.
     """
 
     def __init__(
@@ -409,7 +409,7 @@ class Guard:
         """The caller of a request.
 
         Raises:
-            ServingError: invalid_api_key; broker_unavailable, if it is not known which keys are valid.
+            ServingError: invalid_api_key; broker_unavailable: the validity of keys is unknown.
         """
         if not self.closed or path in OPEN_PATHS:
             return ANYONE
@@ -418,7 +418,7 @@ class Guard:
             digest = hashlib.sha256(given).digest()
             if sum(
                 hmac.compare_digest(digest, each) for each in self._own
-            ):  # compares all, so that the time tells nothing
+            ):  # compares all, so that the duration reveals nothing
                 return OPERATOR
         key = find_key(given, self.table.keys)
         self._check_current()
@@ -431,12 +431,12 @@ class Guard:
         return caller
 
     def caller_with_key(self, key_id: str, tenant: str) -> Caller:
-        """The caller of what was accepted with a key before, as that key is now.
+        """The caller of a request that was accepted with a key earlier, with the key's current permissions.
 
         Args:
-            key_id: "": it came without one, or with one of the gateway's own.
+            key_id: "": the request came without a key, or with one of the gateway's own.
         Raises:
-            ServingError: invalid_api_key: the key is valid no longer.
+            ServingError: invalid_api_key: the key is no longer valid.
         """
         if not key_id:
             if tenant == DEFAULT_TENANT:
@@ -455,8 +455,8 @@ class Guard:
         """The caller of a request over NATS that names a key of its tenant, whose password the broker has checked.
 
         Raises:
-            ServingError: invalid_api_key: the tenant has no such key, or it is valid no longer; broker_unavailable, if
-                that is not known.
+            ServingError: invalid_api_key: the tenant has no such key, or it is no longer valid; broker_unavailable: the
+                validity of keys is unknown.
         """
         self._check_current()
         key = self.table.keys.get(key_id)
@@ -472,7 +472,7 @@ class Guard:
             raise ServingError(Code.broker_unavailable, message, retry_after=1.0)
 
     def tenants_changed(self) -> None:
-        """Called when a tenant was added, removed or given other limits."""
+        """Called when a tenant was added or removed, or its limits were changed."""
         self._callers.clear()
 
     def _compared(self) -> None:
@@ -494,7 +494,7 @@ class Guard:
 
     def _changed(self, key_id: str) -> None:
         self._callers.pop(key_id, None)
-        self.closed = True  # an entry exists, whatever it says
+        self.closed = True  # an entry exists, readable or not
         if self._had_keys:
             return
         self._had_keys = True

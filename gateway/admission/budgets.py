@@ -1,7 +1,7 @@
-"""Monthly budgets of API keys and tenants: what they have spent, from the ledgers of all cells.
+"""Monthly budgets of API keys and tenants, compared with the tokens in the ledgers of all cells.
 
-Ledgers count ended requests once a second. So new requests are refused within two seconds after a budget was spent, and
-requests that run by then may exceed it.
+Ledgers count ended requests once a second. New requests are refused within two seconds after a budget was spent.
+Requests that are running at that moment may exceed it.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from penstock.schemas.usage import UsagePart, month_of
 log = structlog.get_logger("gateway")
 
 FOLLOW_AGAIN_S = 5.0
-READ_S = 30.0  # a gateway that cannot read the ledgers by then serves without budgets
+READ_S = 30.0  # a gateway that cannot read the ledgers in this time serves without budgets
 
-_Spent = Counter[tuple[int, str, str]]  # tokens by the beginning of the month (Unix time), kind and name
+_Spent = Counter[tuple[int, str, str]]  # tokens by start of the month (Unix time), kind and name
 
 
 class SpentInCell:
@@ -93,7 +93,7 @@ class Budgets:
         self.reached: frozenset[tuple[str, str]] = frozenset()
 
     def look(self) -> None:
-        """Compare the spent tokens with the budgets; called a few times a second."""
+        """Compare the spent tokens with the budgets. Call it a few times a second."""
         limits = {("key", key.prefix): key.tokens_per_month for key in self._keys.values() if key.tokens_per_month}
         limits |= {("tenant", name): each.tokens_per_month for name, each in self._tenants.items()}
         month, _ = month_of(self._now_ns())
@@ -136,7 +136,7 @@ class Budgets:
 
     def _check(self, kind: str, name: str, who: str, limit: int) -> None:
         now_ns, spent = self._now_ns(), self.spent(kind, name)
-        if not limit or spent < limit:  # since the last look another month has begun, or the budget was changed
+        if not limit or spent < limit:  # the month or the budget has changed since the last comparison
             return
         _, reset_s = month_of(now_ns)
         at = datetime.datetime.fromtimestamp(reset_s, datetime.UTC)
@@ -150,8 +150,10 @@ class Budgets:
     # --- the ledgers ---
 
     async def follow(self, bus: Bus) -> None:
-        """Read a cell's ledger and follow it, as soon as it can be read. Later calls for the cell do nothing, since a
-        cell may be opened several times and must be counted once."""
+        """Read a cell's ledger and follow it, as soon as it can be read.
+
+        Later calls for the same cell do nothing: a cell may be opened several times, but must be counted once.
+        """
         if any(each is bus for each in self._followed):
             return
         self._followed.append(bus)

@@ -1,6 +1,6 @@
 """Whether an engine can load a model directory, from its configuration and the heads of its files.
 
-Engines find out seconds or minutes later, and say it in a traceback. ``problem`` says it at once, in one line.
+An engine would fail seconds or minutes later, with a traceback. ``problem`` says why in one line, before any start.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ import msgspec
 from penstock.infra.model.defaults import ROPE_TYPES, rope_type, ropes
 from penstock.infra.model.weight_files import elsewhere, is_mistral_format, is_pointer, mistral_problem, weight_files
 
-_HEADER = 1 << 28  # the most that is read of one
+_HEADER = 1 << 28  # longest header that is read
 _READERS = "--engine vllm or sglang"
-# Methods of quantization and the engines that compute with them, as their documentation says.
+# Quantization method -> engines that compute with it, according to their documentation.
 _ENGINES: Mapping[str, str] = {
     "awq": _READERS,
     "bitsandbytes": _READERS,
@@ -38,8 +38,8 @@ class Quantization(NamedTuple):
     """How weights are stored.
 
     Attributes:
-        method: as ``config.json`` names it: "gptq", "awq", …
-        form: of the numbers, where it is named: "4 bits", "NVFP4".
+        method: name in ``config.json``: "gptq", "awq", …
+        form: number format, if the file names it: "4 bits", "NVFP4".
         source: the file that says so.
     """
 
@@ -49,7 +49,7 @@ class Quantization(NamedTuple):
 
     @property
     def engines(self) -> str:
-        """The flag of engines that compute with it; "": nobody is known to."""
+        """Flags that choose an engine which computes with these weights; "": none is known."""
         return _ENGINES.get(self.method, "")
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Quantization(NamedTuple):
 
 
 def problem(path: Path, engine: str) -> str:
-    """Why this engine cannot load the directory, in one line, and what to do; "": it can.
+    """Explain in one line why this engine cannot load the directory, and what to do; "": it can.
 
     Args:
         engine: "native", "vllm", "sglang" or "trtllm".
@@ -115,12 +115,12 @@ def _native(path: Path, config: Mapping[str, Any], files: list[Path]) -> str:
 
 
 def _computed(stored: Quantization, config: Mapping[str, Any]) -> bool:
-    """Whether the native engine computes with such weights: as they are, or as transformers widens them."""
+    """Whether the native engine computes with such weights, either directly or widened by transformers."""
     return stored.method == "fp8" or (stored.method == "mxfp4" and config.get("model_type") == "gpt_oss")
 
 
 def _cut_off(file: Path) -> str:
-    """Whether a file is not what was stored under its name; "": it is, or its kind does not tell."""
+    """Explain why a file is not what its name promises; "": it is, or its format does not show it."""
     try:
         size = file.stat().st_size
         if is_pointer(file):
@@ -145,7 +145,7 @@ def _cut_off(file: Path) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A configuration; empty where there is none that can be read, which whoever loads the model reports."""
+    """A configuration. Empty if there is none, or it cannot be read: loading the model reports that."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError):

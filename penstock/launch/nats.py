@@ -91,9 +91,9 @@ def print_config(settings: NatsSettings) -> int:
 
 
 def _dated(path: Path) -> str:
-    """The time at which the passwords last changed, as text: a configuration with others locks every process out."""
+    """When the passwords last changed, as text: a configuration with other passwords locks every process out."""
     if not path.exists():
-        return ", made now: servers that run already need the folder of their own passwords (--data-dir)"
+        return ", made now: running servers need the folder with their own passwords (--data-dir)"
     return f", of {time.strftime('%Y-%m-%d %H:%M', time.localtime(path.stat().st_mtime))}"
 
 
@@ -207,7 +207,7 @@ async def apply_at(
     Args:
         store_size: GiB of all streams that are created now, in all cells together; 0: their default sizes.
         cells: the number of the deployment's cells, including this one.
-        tags: as of ``apply``.
+        tags: see ``apply``.
     Raises:
         BrokerProblem: as ``apply``, or no server answers there.
     """
@@ -269,12 +269,12 @@ async def apply_if_lost(
     cells: int = 1,
     home: tuple[Callable[[], str], Subjects] | None = None,
 ) -> None:
-    """After a restart of a broker, apply the streams if its store has been lost. Repeated until the broker takes them.
+    """After a restart of a broker, apply the streams if its store was lost; retried until the broker accepts them.
 
     Args:
-        url: gives the operator's URL, whose password may have changed meanwhile.
+        url: returns the operator's URL, whose password may change.
         record, store_size, cells: as ``apply_at``.
-        home: gives the home cell's URL for any other cell, whose routers need the tenants' weights again.
+        home: returns the home cell's URL for any other cell, whose routers need the tenants' weights again.
     """
     lost: list[str] = []
     while True:
@@ -302,7 +302,7 @@ async def apply_if_lost(
 
 @contextlib.asynccontextmanager
 async def as_operator(url: str, command: str) -> AsyncIterator[Client]:
-    """A connection for administration, closed with the block. A refusal of the broker ends the block at once.
+    """A connection for administration, closed with the block. A refusal of the broker cancels the block.
 
     Args:
         command: the command that connects, without ``penstock``.
@@ -329,7 +329,7 @@ def _changes(done: Sequence[str]) -> str:
 
 
 async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Client:
-    """A connection for administration: fails after a few seconds, where a serving process would retry.
+    """A connection for administration. It fails after a few seconds; a serving process would retry.
 
     Args:
         on_refused: each is called with the broker's message when it refuses a subject to this user.

@@ -1,8 +1,7 @@
-"""The keys of a deployment as an operator changes them: entries of the ``keys`` bucket, each by compare-and-set.
+"""Creates and changes API keys for an operator: entries of the ``keys`` bucket, with compare-and-set.
 
-The same API keys in several deployments: what ``penstock keys export`` writes, ``penstock keys import`` reads.
-
-A line is an entry of the ``keys`` bucket as JSON. It has the key's digest, and nobody can make the key from that.
+``penstock keys import`` reads what ``penstock keys export`` writes, so several deployments can have the same keys. Each
+line is an entry of the bucket as JSON. It has the key's digest, from which the key cannot be computed.
 """
 
 import datetime
@@ -28,17 +27,17 @@ NONE = "none"
 
 
 class KeyProblem(ValueError):
-    """A key cannot be made or changed; the text says why."""
+    """A key cannot be created or changed; the text says why."""
 
 
 async def all_keys(
     bus: Bus, unreadable: Callable[[str], None] = lambda key_id: None, *, whole: bool = False
 ) -> list[ApiKey]:
-    """Every key, revoked ones too, the newest last.
+    """Every key, including revoked ones, newest last.
 
     Args:
         unreadable: called with the id of each entry that cannot be read; it is left out.
-        whole: they are to be copied: no field of a key may be missing.
+        whole: the keys will be copied, so no field may be missing.
     Raises:
         KeyProblem: a key has fields of a later release, and ``whole`` is set.
     """
@@ -69,10 +68,10 @@ async def check_tenant(bus: Bus, tenant: str) -> None:
 
 
 async def check_tenants(bus: Bus, tenants: Iterable[str]) -> None:
-    """The same for all tenants of keys that are copied.
+    """Check that all tenants of copied keys exist.
 
     Raises:
-        KeyProblem: one or several are missing; the text says what comes before the keys.
+        KeyProblem: tenants are missing; the text says how to add them.
     """
     missing = [tenant for tenant in sorted(tenants) if not await _is_tenant(bus, tenant)]
     if missing:
@@ -93,7 +92,7 @@ async def _is_tenant(bus: Bus, tenant: str) -> bool:
 async def add(bus: Bus, key: ApiKey, action: str = "keys create") -> None:
     """
     Args:
-        action: as the audit log names it.
+        action: its name in the audit log.
     Raises:
         KeyProblem: the broker does not store it.
     """
@@ -159,7 +158,7 @@ async def change(bus: Bus, key_id: str, **fields: object) -> tuple[ApiKey, ApiKe
 
 
 async def replace(bus: Bus, key: ApiKey) -> None:
-    """Store a key in the place of one with the same id.
+    """Replace a key with the same id.
 
     Raises:
         KeyProblem: there is none, or the broker does not store it.
@@ -172,7 +171,7 @@ async def replace(bus: Bus, key: ApiKey) -> None:
 
 
 async def _write(bus: Bus, key: ApiKey, revision: int) -> bool:
-    """Store an entry in the place of this revision; False: there is another one."""
+    """Replace this revision of an entry; False: there is a newer one."""
     try:
         message = await bus.nc.request(
             _subject(bus, key.id), encode(key), timeout=WITHIN_S, headers={HEADER_LAST_ON_SUBJECT: str(revision)}
@@ -228,10 +227,10 @@ def day(at_ns: int) -> str:
 
 
 def changes(before: ApiKey, after: ApiKey, now_ns: int, *, of_new: bool = False) -> str:
-    """What differs of what may be shown, as in "rpm: 60 → 120, expires: none → 2027-01-31 00:00:00".
+    """The changed fields that may be shown, such as "rpm: 60 → 120, expires: none → 2027-01-31 00:00:00".
 
     Args:
-        of_new: there was no key before, so without its values.
+        of_new: there was no key before, so earlier values are left out.
     """
     old, new = public(before, now_ns), public(after, now_ns)
     names = [name for name in new if old[name] != new[name] and not name.startswith(("changed", "created"))]
@@ -249,7 +248,7 @@ MAX_LINE = 65_536  # characters
 
 
 class Copied(NamedTuple):
-    """How many keys were added, changed and revoked, and how many were as they should be."""
+    """Numbers of keys that were added, changed, revoked, and left as they were."""
 
     added: int
     changed: int
@@ -262,7 +261,7 @@ def line_of(key: ApiKey) -> str:
 
 
 def read_keys(lines: Iterable[str]) -> list[ApiKey]:
-    """What the lines say, each key once: a key that one line says is revoked is revoked.
+    """The keys of all lines, each once. A key is revoked if any line says so.
 
     Raises:
         ValueError: a line is not a key, has a later release's fields, or a key has two digests; the text has the
@@ -281,7 +280,7 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
             known = keys.get(key.id, key)
             if known.digest != key.digest:
                 raise ValueError(f"{key.prefix} has another digest in an earlier line")
-        except ValueError as error:  # msgspec's are, too
+        except ValueError as error:  # includes msgspec's errors
             raise ValueError(
                 f"line {number} is not what this release's `penstock keys export` writes: {error}"
             ) from None
@@ -290,13 +289,12 @@ def read_keys(lines: Iterable[str]) -> list[ApiKey]:
 
 
 async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
-    """Add the keys that are not here, give others the limits that they were given later there, and revoke those that
-    were revoked there. Nothing else changes.
+    """Add missing keys, apply limits that were changed later in the export, and revoke keys that it has as revoked.
 
-    Revoked keys are added as such: an older export of another deployment may have them as valid ones.
+    Nothing else changes. Revoked keys are added, too: an older export of another deployment may have them as valid.
 
     Raises:
-        KeyProblem: a tenant is not here, the broker does not store the keys, or a key has another digest here.
+        KeyProblem: a tenant is missing, the broker does not store the keys, or a key has another digest here.
     """
     here = {key.id: key for key in await all_keys(bus)}
     new = [key for key in keys if key.id not in here]
@@ -318,5 +316,5 @@ async def copy_into(bus: Bus, keys: Sequence[ApiKey]) -> Copied:
 
 
 def valid_here(keys: Sequence[ApiKey], here: Mapping[str, ApiKey]) -> list[ApiKey]:
-    """Those that are here, too, and were revoked at neither place."""
+    """Keys that are in both places, and revoked in neither."""
     return [key for key in keys if key.id in here and not key.revoked_ns and not here[key.id].revoked_ns]

@@ -28,7 +28,7 @@ from penstock.operate.workers import registrations
 from penstock.schemas.fleet import WorkerState
 
 POLL_S = 0.1
-UP_S = 0.5  # between checks that `penstock up` runs
+UP_S = 0.5  # between checks whether `penstock up` still runs
 ORDER = ("worker", "router", "gateway", "trace", "dashboard")  # each role finds the others ready
 
 
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
     state = _state(data_dir)
-    if holder(data_dir / "up.lock") is None:  # it was killed: other programs may have its processes' ids by now
+    if holder(data_dir / "up.lock") is None:  # it was killed, and other programs may have reused its processes' ids
         raise ValueError(f"no `penstock up` runs on {data_dir}; the one that wrote its state.json was killed")
     timeout_s = duration_ns(args.timeout) / 1e9
     if args.cells:
@@ -92,7 +92,7 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
 async def _while_up_runs(data_dir: Path, work: Coroutine[None, None, None]) -> None:
     """
     Raises:
-        RestartFailed: `penstock up` was killed meanwhile, so that nothing starts processes again.
+        RestartFailed: `penstock up` has ended meanwhile, so nothing starts processes again.
     """
     working = asyncio.create_task(work)
     try:
@@ -206,7 +206,7 @@ async def _until_empty(bus: Bus, cell: int, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise RestartFailed(
                 f"cell {cell} still has {waiting} waiting requests after {timeout_s:g} s (--timeout); its last workers "
-                "go on. Run the command again when they have ended"
+                "continue. Run the command again when the requests have ended"
             )
         await asyncio.sleep(POLL_S)
 
@@ -281,7 +281,7 @@ def _resume(data_dir: Path, name: str) -> None:
 
 
 async def _ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int | None) -> bool:
-    """Whether the process has a new pid and serves."""
+    """Whether the process has a new pid and is ready."""
     try:
         state = read_state(data_dir / "state.json")
     except (OSError, msgspec.DecodeError):
@@ -297,7 +297,7 @@ async def _ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int |
             each.name == name and each.pid == now.pid and each.state is WorkerState.ready
             for each in await registrations(bus)
         )
-    if now.role in ("trace", "dashboard"):  # nothing waits for them
+    if now.role in ("trace", "dashboard"):  # no other process depends on them
         return True
     if now.role == "gateway":
         return await _answers(state.gateway_urls[name] + "/health/ready")

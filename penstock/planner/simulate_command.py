@@ -52,7 +52,7 @@ def _draw(figure: Any, planned: Simulated, fixed: Sequence[Simulated], rules: Ru
         label="planned for",
     )
     _titled(load, "Requests per second", legend=True)
-    for role in dict.fromkeys(each[0] for each in planned.lives):
+    for role in dict.fromkeys(each[0] for each in planned.runs):
         times, counts = _counts(planned, role)
         workers.step([at / 60 for at in times], counts, where="post", color=_COLOURS[role], label=role)
     _titled(workers, "Workers, starting ones included", legend=True)
@@ -99,8 +99,8 @@ def _latency(axis: Any, planned: Simulated, name: str, limit: float, title: str)
 
 
 def _counts(planned: Simulated, role: Role) -> tuple[list[float], list[int]]:
-    changes = [(begin, 1) for kind, begin, _ in planned.lives if kind == role]
-    changes += [(end, -1) for kind, _, end in planned.lives if kind == role]
+    changes = [(begin, 1) for kind, begin, _ in planned.runs if kind == role]
+    changes += [(end, -1) for kind, _, end in planned.runs if kind == role]
     times, counts, running = [], [], 0
     for at, change in sorted(changes):
         running += change

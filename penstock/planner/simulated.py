@@ -1,8 +1,8 @@
-"""One trace on a planned fleet in simulated time, or on one of a fixed size, and what it comes to.
+"""Simulates a trace on a planned fleet, or on one of a fixed size, and sums up latencies and GPU hours.
 
-All workers that there may ever be are in the fleet from the beginning; one that has not started gets no request. A
-start takes a worker that never ran, so that its cache is empty. A worker that is to go gets no further request and ends
-when those it has are over, as ``penstock drain`` does. Engines take as long as a profile says, or the mock's formula.
+The fleet has all workers that may be needed from the beginning; a worker that has not started gets no request. Each
+start takes a worker that never ran, so its cache is empty. A worker that is drained gets no further request and ends
+with its last one, as with ``penstock drain``. Durations of steps come from a profile, or from the mock's formula.
 """
 
 import math
@@ -46,10 +46,10 @@ def generate(
 ) -> RequestTrace:
     """
     Args:
-        low, high: requests per second, at the quietest and the busiest moment; a flat load has ``high``.
+        low, high: requests per second at the quietest and the busiest moment; a flat load uses ``high``.
         isl, osl: mean lengths, tokens.
-        shared: of each prompt, the share that is one of eight common texts.
-        sigma: of the logarithm of lengths; 0: all are alike.
+        shared: share of each prompt that is one of eight common texts.
+        sigma: standard deviation of the logarithm of lengths; 0: all are equal.
     """
     rng = random.Random(f"{shape} {seed}")
     rate = _RATES[shape](seconds, low, high)
@@ -85,7 +85,7 @@ def _diurnal(seconds: float, low: float, high: float) -> Callable[[float], float
 
 
 def _bursts(seconds: float, low: float, high: float) -> Callable[[float], float]:
-    """``low``, and for two minutes in each ten ``high``, without a ramp."""
+    """``low``, except for ``high`` in two of every ten minutes, without a ramp."""
     return lambda at: high if (at + _BURST_EVERY_S / 2) % _BURST_EVERY_S < _BURST_S else low
 
 
@@ -104,8 +104,8 @@ Decide = Callable[[Observation, float], PlanDecision | None]
 
 
 @dataclass(slots=True)
-class Life:
-    """Of one worker, ns; -1: not yet. ``open``: requests that it has."""
+class WorkerRun:
+    """When a worker was asked for, became ready and ended, ns; -1: not yet. ``open``: number of its requests."""
 
     asked_ns: int
     ready_ns: int
@@ -135,7 +135,7 @@ class ElasticPolicy:
     """
     Args:
         counts: workers that run from the beginning, by role.
-        decide: told what happened in an interval and when it ended, s; None: the workers stay as they are.
+        decide: called at the end of each interval, with what happened in it and the time, s; None: the fleet is fixed.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ElasticPolicy:
         self._decide = decide
         self._interval_ns = round(interval_s * 1e9)
         self._start_ns = round(start_s * 1e9)
-        self.lives: dict[int, Life] = {}
+        self.runs: dict[int, WorkerRun] = {}
         self.steps: list[Step] = []
         self.served: Sequence[SimulatedRequest] = ()  # set before the run; filled by the simulation
 
@@ -159,14 +159,14 @@ class ElasticPolicy:
         self._tick = self._interval_ns
         self._starting: list[int] = []
         self._now = _Interval()
-        self._at: dict[int, tuple[int, ...]] = {}  # of each open request, the workers that have it
+        self._at: dict[int, tuple[int, ...]] = {}  # open request -> its workers
         self._held = 0
-        self._prompts: set[int] = set()  # requests at a worker whose prompt is not computed
+        self._prompts: set[int] = set()  # placed requests whose prompt is not computed yet
         for role, count in self._counts.items():
             for _ in range(count):
                 self._begin(role, 0, 0)
 
-    # What the simulation tells
+    # Events of the simulation
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
         self._pass(now_ns)
@@ -213,9 +213,9 @@ class ElasticPolicy:
             if request.output_tokens > 1:
                 self._now.itl.append((served.last_ns - served.first_ns) / 1e6 / (request.output_tokens - 1))
         for number in self._at.pop(request.index, ()):
-            life = self.lives[number]
-            life.open -= 1
-            self._end_if_idle(life, now_ns)
+            run = self.runs[number]
+            run.open -= 1
+            self._end_if_idle(run, now_ns)
 
     # Time and workers
 
@@ -224,13 +224,13 @@ class ElasticPolicy:
         self._at[request.index] = tuple(numbers)
         self._prompts.add(request.index)
         for number in numbers:
-            self.lives[number].open += 1
+            self.runs[number].open += 1
 
     def _pass(self, now_ns: int) -> None:
-        """Let the time pass: workers become ready, intervals end."""
-        while self._starting and self.lives[self._starting[0]].ready_ns <= min(now_ns, self._tick):
+        """Advance to a time: workers become ready, and intervals end."""
+        while self._starting and self.runs[self._starting[0]].ready_ns <= min(now_ns, self._tick):
             number = self._starting.pop(0)
-            if not self.lives[number].leaving:
+            if not self.runs[number].leaving:
                 self._inner.join(number)
         if self._tick <= now_ns:
             self._end_interval(self._tick)
@@ -263,58 +263,56 @@ class ElasticPolicy:
         )
 
     def _pool(self, role: Role, now_ns: int) -> Pool:
-        lives = [self.lives[number] for number in self._of(role)]
-        ready = sum(life.ready_ns <= now_ns for life in lives)
-        waiting = 0 if role == "decode" else max(0, len(self._prompts) - ready)  # each computes one
-        return Pool(ready, len(lives) - ready, waiting)
+        runs = [self.runs[number] for number in self._of(role)]
+        ready = sum(run.ready_ns <= now_ns for run in runs)
+        waiting = 0 if role == "decode" else max(0, len(self._prompts) - ready)  # each ready worker computes one
+        return Pool(ready, len(runs) - ready, waiting)
 
     def _of(self, role: Role) -> list[int]:
-        """Workers that take requests, or will."""
+        """Numbers of the workers of a role that take requests, or will once they are ready."""
         return [
-            number
-            for number, life in self.lives.items()
-            if self._fleet.workers[number].role == role and not life.leaving
+            number for number, run in self.runs.items() if self._fleet.workers[number].role == role and not run.leaving
         ]
 
     def _scale(self, role: Role, target: int, now_ns: int) -> None:
         running = self._of(role)
         for _ in range(target - len(running)):
             self._begin(role, now_ns, self._start_ns)
-        # Those that are still starting go first: nothing is lost with them.
-        for number in sorted(running, key=lambda each: (-self.lives[each].ready_ns, self.lives[each].open))[
+        # Workers that are still starting end first: they have neither requests nor a cache.
+        for number in sorted(running, key=lambda each: (-self.runs[each].ready_ns, self.runs[each].open))[
             : max(0, len(running) - target)
         ]:
-            life = self.lives[number]
-            life.leaving = True
-            if life.ready_ns <= now_ns:
+            run = self.runs[number]
+            run.leaving = True
+            if run.ready_ns <= now_ns:
                 self._inner.drain(number)
-            self._end_if_idle(life, now_ns)
+            self._end_if_idle(run, now_ns)
 
     def _begin(self, role: Role, now_ns: int, start_ns: int) -> None:
         unused = self._unused[role]
         if not unused:
             raise ValueError(f"all {role} workers of the fleet have run; make it larger")
         number = unused.pop(0)
-        self.lives[number] = Life(now_ns, now_ns + start_ns)
+        self.runs[number] = WorkerRun(now_ns, now_ns + start_ns)
         if start_ns:
             self._starting.append(number)
         else:
             self._inner.join(number)
 
     @staticmethod
-    def _end_if_idle(life: Life, now_ns: int) -> None:
-        if life.leaving and not life.open and life.ended_ns < 0:
-            life.ended_ns = now_ns
+    def _end_if_idle(run: WorkerRun, now_ns: int) -> None:
+        if run.leaving and not run.open and run.ended_ns < 0:
+            run.ended_ns = now_ns
 
 
-_UNKNOWN_TOKENS = 1 << 24  # of KV cache, where a profile does not tell
+_UNKNOWN_TOKENS = 1 << 24  # of KV cache, if the profile does not say
 
 
 class ProfileTimes:
     """``penstock.measure.simulation.engine.PassTimes`` of one rank of a worker.
 
-    A pass with prompts takes as long as one prompt of as many tokens would, or, for a later part of a long one, what
-    that adds to the earlier parts if it is more. Sequences that decode beside it add a token's time.
+    A pass with prompts takes as long as one prompt of as many tokens would. For a later part of a long prompt, it takes
+    the time that this part adds to the earlier ones, if that is longer. Decoding sequences add the time of a token.
     """
 
     def __init__(self, timing: EngineTiming) -> None:
@@ -362,9 +360,9 @@ class PolicyOutcome(Struct, frozen=True, kw_only=True):
     Attributes:
         name: of the fleet.
         attained: share of all requests within both limits; those that were not served are not.
-        gpu_hours: from asking for each worker until it has ended.
-        mean_gpus, peak_gpus: at work, or starting.
-        starts: workers that were asked for while it ran.
+        gpu_hours: of all workers, each from the request to start it until its end.
+        mean_gpus, peak_gpus: GPUs of workers that run or start.
+        starts: workers that were started during the simulation.
     """
 
     name: str
@@ -384,11 +382,11 @@ class PolicyOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Simulated(Struct, frozen=True):
-    """``lives``: of each worker its role, and from when to when it used GPUs, s."""
+    """``runs``: role of each worker that ran, and the times between which it used GPUs, s."""
 
     outcome: PolicyOutcome
     steps: tuple[Step, ...]
-    lives: tuple[tuple[Role, float, float], ...]
+    runs: tuple[tuple[Role, float, float], ...]
 
 
 class Engines(Struct, frozen=True):
@@ -396,7 +394,7 @@ class Engines(Struct, frozen=True):
 
     Attributes:
         slowness: factor on the time of each step of the mock's model.
-        profiles: of workers, instead of the mock's model; their GPUs count, too.
+        profiles: of workers, which replace the mock's model and say how many GPUs a worker has.
     """
 
     slowness: float = 1.0
@@ -431,8 +429,8 @@ def simulate(
 ) -> Simulated:
     """
     Args:
-        counts: workers at the beginning; the roles that are planned.
-        planned: False: the workers stay as they are.
+        counts: workers at the beginning, by role. Other roles are not planned.
+        planned: False: the fleet is fixed.
     """
     most = {
         role: (rules.bounds[role].most if role in rules.bounds else count) + _STARTS * planned
@@ -472,8 +470,8 @@ def _result(
     end_ns = max((each.last_ns for each in done), default=0)
     ttft = [(each.first_ns - each.request.arrival_ns) / 1e6 for each in done]
     itl = [(each.last_ns - each.first_ns) / 1e6 / max(1, each.request.output_tokens - 1) for each in done]
-    lives = [_used(life, specs[number].role, end_ns) for number, life in sorted(policy.lives.items())]
-    hours = sum((end - begin) * engines.gpus_of(role) for role, begin, end in lives) / 3600
+    runs = [_used(run, specs[number].role, end_ns) for number, run in sorted(policy.runs.items())]
+    hours = sum((end - begin) * engines.gpus_of(role) for role, begin, end in runs) / 3600
     both = sum(t <= rules.ttft_ms and i <= rules.itl_ms for t, i in zip(ttft, itl, strict=True))
     outcome = PolicyOutcome(
         name=name,
@@ -488,20 +486,20 @@ def _result(
         attained=both / len(served),
         gpu_hours=hours,
         mean_gpus=hours * 3600 / (end_ns / 1e9),
-        peak_gpus=_peak(lives, engines),
-        starts=sum(life.asked_ns > 0 for life in policy.lives.values()),
+        peak_gpus=_peak(runs, engines),
+        starts=sum(run.asked_ns > 0 for run in policy.runs.values()),
     )
-    return Simulated(outcome, tuple(policy.steps), tuple(lives))
+    return Simulated(outcome, tuple(policy.steps), tuple(runs))
 
 
-def _used(life: Life, role: str, end_ns: int) -> tuple[Role, float, float]:
-    end = life.ended_ns if life.ended_ns >= 0 else max(end_ns, life.asked_ns)
-    return msgspec.convert(role, Role), life.asked_ns / 1e9, min(end, max(end_ns, life.asked_ns)) / 1e9
+def _used(run: WorkerRun, role: str, end_ns: int) -> tuple[Role, float, float]:
+    end = run.ended_ns if run.ended_ns >= 0 else max(end_ns, run.asked_ns)
+    return msgspec.convert(role, Role), run.asked_ns / 1e9, min(end, max(end_ns, run.asked_ns)) / 1e9
 
 
-def _peak(lives: Sequence[tuple[Role, float, float]], engines: Engines) -> int:
-    """The most GPUs at one time; a worker that ends when another begins is not beside it."""
-    used = [(begin, end, engines.gpus_of(role)) for role, begin, end in lives]
+def _peak(runs: Sequence[tuple[Role, float, float]], engines: Engines) -> int:
+    """The most GPUs at one time. A worker that ends when another begins does not overlap with it."""
+    used = [(begin, end, engines.gpus_of(role)) for role, begin, end in runs]
     changes = sorted([(begin, gpus) for begin, _, gpus in used] + [(end, -gpus) for _, end, gpus in used])
     running = peak = 0
     for _, change in changes:

@@ -57,7 +57,7 @@ from penstock.schemas.summary import (
     of_request,
 )
 
-if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
+if TYPE_CHECKING:  # reading a stopped deployment needs no client, which loads slowly
     from penstock.infra.bus.connection import Bus
 
 log = structlog.get_logger("timeline")
@@ -114,7 +114,7 @@ def _ended_ids(stored: StoredLog, since_ns: int) -> set[bytes]:
 
 
 def _without(stored: StoredLog, name: str, since_ns: int, over: set[bytes]) -> Iterator[Raw]:
-    """The messages of a stream about other requests than these."""
+    """The messages of a stream about requests other than these."""
     stream = _stream(stored, name)
     if stream is None:
         return
@@ -152,7 +152,7 @@ def _stream(stored: StoredLog, name: str) -> StoredStream | None:
 
 
 def _unreadable(bus: Readable, logged: set[int]) -> list[RequestSummary]:
-    """Ended requests whose records are damaged in the files that were read, with the little that is known of them.
+    """Ended requests whose records are damaged in the files that were read, as far as their subjects show them.
 
     Args:
         logged: the blocks whose damage was logged before; the function adds those that it logs.
@@ -228,7 +228,7 @@ Parts = AsyncGenerator[tuple[Sequence[Entry | Raw], Sequence[bytes]], None]
 
 
 async def _with_requests(bus: Readable, records: AsyncGenerator[Sequence[Entry | Raw], None], *, wanted: bool) -> Parts:
-    """Records with the message of REQUESTS that has the prompt; empty: it is gone, or prompts are not wanted."""
+    """Records with the message of REQUESTS that has the prompt; empty: it was deleted, or prompts are not needed."""
     async with contextlib.aclosing(records), contextlib.aclosing(_Accepted(bus)) as accepted:
         async for part in records:
             asked = [b""] * len(part)
@@ -251,7 +251,7 @@ class _AskedBlock:
         self.since_ns = places[0][1]
 
     def of(self, name: bytes) -> bytes:
-        """The message of a request that it has."""
+        """The message of a request in this block."""
         self._at = self._at or dict(zip(self._names, (at for _, _, at in self._places), strict=True))
         return body_of(self._block, self._at[name])
 
@@ -294,7 +294,7 @@ async def _sifted(stored: StoredLog, search: RecordSearch, *, before: int, oldes
 async def _together(
     bus: Readable, stream: str, subject: str, before: int
 ) -> AsyncGenerator[Sequence[Entry | Raw], None]:
-    """As ``read_backwards``, in lists. The first ones are short, so that a caller that wants few messages reads few."""
+    """Like ``read_backwards``, in lists. The first are short, so that a caller that needs few messages reads few."""
     size = 8
     if isinstance(bus, StoredLog):
         stored = bus.stream(stream)
@@ -388,7 +388,7 @@ def _body(stored: Entry | Raw) -> bytes:
 
 
 async def _behind(bus: Readable, stream: str, criteria: Criteria) -> int:
-    """A sequence of DONE from which on no record is wanted; 0: there is none, or files are read."""
+    """The first sequence of DONE whose record is too late; 0: there is none, or files are read."""
     if not criteria.at_ns or isinstance(bus, LogFiles):
         return 0
     latest = criteria.at_ns + int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS
@@ -410,7 +410,7 @@ async def summaries(bus: Readable, criteria: Criteria) -> AsyncGenerator[Request
     if wanted and not isinstance(bus, LogFiles):
         missing = _Missing(bus, before or (await stream_end(bus, stream))[0] + 1)
     if missing is not None:
-        subjects = f"{bus.subjects.namespace}.>"  # without gaps, so that one is a message that the broker cannot read
+        subjects = f"{bus.subjects.namespace}.>"  # all, so that a gap is a message that the broker cannot read
     async for entry in read_backwards(bus, stream, subjects, before=before):
         for lost in await missing.above(entry) if missing is not None else ():
             if criteria.accepts(lost):
@@ -437,7 +437,7 @@ class _Missing:
     were overwritten, the server drops the rest of the block and counts those messages as deleted.
 
     Args:
-        before: the sequence of DONE after those that are read.
+        before: first sequence of DONE that is not read.
     """
 
     def __init__(self, bus: "Bus", before: int) -> None:
@@ -450,7 +450,7 @@ class _Missing:
         self._told: set[str] = set()
 
     async def above(self, entry: Entry) -> list[RequestSummary]:
-        """The lost requests between an entry and the next one in the stream; mostly none."""
+        """The lost requests between an entry and the next one in the stream; usually none."""
         count, before, until_ns = self._before - entry.seq - 1, self._before, self._until_ns
         first = not self._looked
         self._before, self._until_ns, self._looked = entry.seq, entry.time_ns, True
@@ -498,7 +498,7 @@ async def merged(parts: Sequence[AsyncIterator[T]], when: Callable[[T], int]) ->
         yield item
         following = await anext(part, None)
         heads[at : at + 1] = [(part, following)] if following is not None else []
-    for part, item in heads:  # the others have no more
+    for part, item in heads:  # all others are exhausted
         yield item
         async for following in part:
             yield following
@@ -508,7 +508,7 @@ def of_entry(entry: Entry, asked: bytes = b"") -> LoggedRequest | None:
     """The record in a message of DONE. None: it is not a record, or one of a later release.
 
     Args:
-        asked: the message of REQUESTS that has the prompt, if it is known.
+        asked: the message of REQUESTS with the prompt, if there is one.
     """
     try:
         event = done.decode(entry.data)
@@ -558,7 +558,7 @@ def _unless_lost(stored: StoredLog, unended: Sequence[LoggedRequest]) -> list[Lo
     """Requests without a record; their state is "unknown" if the record may be a damaged one."""
     stream = _stream(stored, "DONE")
     until_ns = max(stream.incomplete.values(), default=0) if stream is not None else 0
-    if stream is None or not until_ns or stream.noted_subjects() is not None:  # it is known which have a record
+    if stream is None or not until_ns or stream.noted_subjects() is not None:  # all requests with a record are known
         return list(unended)
     message = "it may have ended: records of its time are damaged on the disk"
     return [

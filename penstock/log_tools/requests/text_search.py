@@ -1,10 +1,10 @@
-"""Finds a text in the prompts and answers of requests, of which all but a few are never decoded.
+"""Finds a text in the prompts and answers of requests, without decoding most of them.
 
-Every match of a pattern has its longest literal. Token ids are looked up, packed as they are stored, in tables that say
-where this literal may begin. Only texts in which it may are made of their tokens and searched.
+Every match of a pattern contains its longest literal. Stored token ids are looked up, still packed, in tables that say
+where this literal may begin. Only prompts and answers that may contain it are detokenized and searched.
 
-Of a stopped deployment, whole blocks of its files are sifted: numpy finds the packed tokens in them by the names of
-their fields. What does not look as expected counts as possible, and is decoded.
+The files of a stopped deployment are sifted in whole blocks: numpy finds the packed tokens by the names of their
+fields. Messages in an unexpected form count as possible matches, and are decoded.
 """
 
 import re
@@ -20,7 +20,7 @@ from penstock.log_tools.sources.store_files import Place, body_spans, message_id
 from penstock.schemas import requests
 from penstock.schemas.wire import TOKEN_BYTES, WIDTHS, decoder, narrowed_count, unpack_tokens, widened
 
-ID_BYTES = 36  # of a request's id
+ID_BYTES = 36  # length of a request's id
 
 
 class _Spoken(msgspec.Struct, gc=False):
@@ -59,11 +59,11 @@ _NOTHING_ASKED = _Asked()
 
 
 class Sifted(NamedTuple):
-    """Of messages in a block of REQUESTS or DONE.
+    """The messages in a block of REQUESTS or DONE.
 
     Attributes:
-        names: the ids of the requests that they are about, in their order; empty: it is no request's end.
-        possible: the numbers of those that may have the text.
+        names: the id of each message's request, in order; empty: the message is not the end of a request.
+        possible: numbers of the messages that may contain the text.
     """
 
     names: list[bytes]
@@ -71,7 +71,7 @@ class Sifted(NamedTuple):
 
 
 class RecordSearch:
-    """Finds a pattern in the prompts and answers of encoded records, of which nothing else is decoded.
+    """Finds a pattern in the prompts and answers of encoded records, without decoding anything else.
 
     Attributes:
         without_prompt: the records so far whose prompt was not searched, since REQUESTS no longer has it.
@@ -89,10 +89,10 @@ class RecordSearch:
         self.sifts = bool(self._literal) and find_spec("numpy") is not None
 
     def matching(self, records: Sequence[bytes], accepted: Sequence[bytes]) -> list[bool]:
-        """Which records have it. True also for one that has other texts than tokens, or cannot be read.
+        """Whether each record matches. True also for records with texts other than tokens, or that cannot be read.
 
         Args:
-            accepted: of each record the message of REQUESTS, which has its prompt; empty: it is gone.
+            accepted: the message of REQUESTS with each record's prompt; empty: it was deleted.
         Raises:
             ValueError: a model's tokenizer is not to be found.
         """
@@ -128,13 +128,14 @@ class RecordSearch:
     def _is_in(self, packed: bytes, model: str) -> bool:
         try:
             tokens = unpack_tokens(widened(packed, narrowed_count(packed)))
-        except ValueError:  # damaged: whoever decodes the record says so
+        except ValueError:  # damaged: decoding the record reports it
             return True
         return self._search(self._texts.detokenizer(model).text(tokens)) is not None
 
     def sift(self, block: bytes, places: Sequence[Place]) -> Sifted:
-        """The messages of a block of REQUESTS or DONE that may have it: of a record, its answers, and its prompt only
-        if the record has that itself.
+        """Find the messages of a block of REQUESTS or DONE that may match.
+
+        A record is searched for its answers, and for its prompt only if it contains that itself.
 
         Raises:
             ValueError: a model's tokenizer is not to be found.
@@ -161,7 +162,7 @@ def _prompt_in(message: bytes) -> bytes:
     """The packed tokens of a message of REQUESTS.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: it is no such message.
     """
     if not message:
         return b""
@@ -176,7 +177,7 @@ def _planes(tokens: bytes) -> bytes:
 def _longest_literal(pattern: re.Pattern[str]) -> bytes:
     """The longest text that every match of a pattern contains, in UTF-8; empty: none is known.
 
-    Where case is ignored, it is in lower case, and has none of the letters that match others outside ASCII, too.
+    If case is ignored, it is in lower case, without the letters that also match others outside ASCII.
     """
     parse: Any = import_module("re._parser").parse
     cut = _NOT_ASCII_ALONE if pattern.flags & re.IGNORECASE else _NO_CHARACTERS
@@ -185,7 +186,7 @@ def _longest_literal(pattern: re.Pattern[str]) -> bytes:
     return longest.lower() if pattern.flags & re.IGNORECASE else longest
 
 
-_NO_CHARACTERS = re.compile("[\ufffd\ud800-\udfff]")  # the first stands for bytes that are no text, too
+_NO_CHARACTERS = re.compile("[\ufffd\ud800-\udfff]")  # the first also represents bytes that are no text
 _NOT_ASCII_ALONE = re.compile("[iksIKS]|[^\0-\x7f]")  # "K" also matches the sign of Kelvin, for example
 
 
@@ -208,14 +209,15 @@ def _literals(parsed: Any) -> Iterator[str]:
 
 _MASK_BITS = 32
 _EVERY = (1 << _MASK_BITS) - 1
-_NARROW = 12  # bits of an id: of so few the lowest byte tells enough, of others the lowest two
+_NARROW = 12  # bits of an id: up to this many, its lowest byte selects enough; otherwise its lowest two do
 
 
 class _Beginnings:
-    """Where a literal may begin among tokens: with one that has it, or ends with a part of it that the next continues.
+    """Finds where a literal may begin among tokens: in a token that contains it, or that ends with its beginning.
 
-    Tokens may cut it anywhere, even within a character. Bit k of a token that may begin it: the token ends with its
-    first k bytes; of the following one: from byte k on, the two agree as far as both go. Bit 0: the token has it all.
+    Tokens may split the literal anywhere, even within a character. In the first token, bit k means that the token ends
+    with the literal's first k bytes; in the next token, that it continues the literal from byte k on, as far as both
+    go. Bit 0: the token contains the whole literal.
 
     Args:
         vocabularies: what each token adds to a text, of all models whose tokens are looked up.
@@ -227,9 +229,9 @@ class _Beginnings:
         literal = literal[:_MASK_BITS]
         heads = [(literal[:k], 1 << k) for k in range(1, len(literal))]
         rests = [(literal[k:], 1 << k) for k in range(1, len(literal))]
-        # Of most tokens, two bytes tell that they neither begin nor continue it.
+        # Two bytes suffice to exclude most tokens, which neither begin nor continue the literal.
         last, first = {head[-2:] for head, _ in heads}, {rest[:n] for rest, _ in rests for n in (1, 2)}
-        # The last is for ids beyond all vocabularies. Those have no text, so that anything may follow behind them.
+        # The last entry is for ids beyond all vocabularies. They have no text, so anything may follow them.
         size = max(1 << _NARROW, *map(len, vocabularies)) + 1
         begins, continues = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
         for spoken in vocabularies:
@@ -252,7 +254,7 @@ class _Beginnings:
         self._is_pair[np.flatnonzero(begins) & 0xFFFF] = True
 
     def candidates(self, parts: Sequence[bytes]) -> Any:
-        """The numbers of the parts (token ids as ``narrowed`` packs them) that may have it, ascending."""
+        """The numbers of the parts (token ids as ``narrowed`` packs them) that may contain it, ascending."""
         import numpy as np
 
         joined = b"".join(parts) + b"\0"
@@ -324,14 +326,14 @@ _BINARY = 0xC4  # the length follows in one byte; then in two, then in four
 
 
 class _Messages:
-    """Messages of REQUESTS and DONE in a block, as numpy finds what is searched in them.
+    """Messages of REQUESTS and DONE in a block, with the packed tokens that numpy finds in them.
 
-    The names of fields are found wherever they stand, also within a text. This only adds parts, never hides one. Of a
-    ``PackedRequest``, whose prompt has no name, a second ``prompt_length`` makes it unclear.
+    Names of fields are also found within texts, which only adds parts and never hides one. The prompt of a
+    ``PackedRequest`` has no name; a second ``prompt_length`` makes such a message unclear.
 
     Attributes:
-        names: as of ``Sifted``.
-        unclear: of each, whether it has to be decoded, since it does not look as expected, or has other texts.
+        names: see ``Sifted``.
+        unclear: whether each message has to be decoded, because its form is unexpected or it has other texts.
     """
 
     def __init__(self, block: bytes, places: Sequence[Place]) -> None:
@@ -365,7 +367,7 @@ class _Messages:
         self.unclear[self._owners(self._find(*_OTHER_FIELDS))] = True
 
     def parts(self) -> tuple[list[bytes], Any]:
-        """All packed tokens, and of each the number of the message that has it."""
+        """All parts of packed tokens, each with the number of its message."""
         import numpy as np
 
         at = self._find(*_TOKEN_FIELDS)
@@ -391,7 +393,7 @@ class _Messages:
         return frozenset(map(msgspec.msgpack.Decoder(str).decode, found))
 
     def _prompts(self) -> tuple[list[bytes], Any]:
-        """Those of packed requests, each the last part of its message. Its size follows from ``prompt_length``."""
+        """The prompts of packed requests, each the last part of its message, with a size given by ``prompt_length``."""
         import numpy as np
 
         at = self._find(_LENGTH_FIELD[0])
@@ -416,7 +418,7 @@ class _Messages:
         return [self._block[b:e] for b, e in zip(begins.tolist(), ends.tolist(), strict=True)], of
 
     def _find(self, *texts: bytes) -> Any:
-        """Where these texts stand, all of which begin with the same byte."""
+        """Positions of these texts, which all begin with the same byte."""
         import numpy as np
 
         at = np.flatnonzero(self._data[:-16] == texts[0][0])
@@ -427,26 +429,26 @@ class _Messages:
         return at[found]
 
     def _has(self, at: Any, text: bytes) -> Any:
-        """Whether a text of at most 8 bytes stands at each place."""
+        """Whether a text of at most 8 bytes is at each position."""
         import numpy as np
 
         return self._words[np.minimum(at, len(self._words) - 1)] & _mask(text) == _number(text)
 
     def _owners(self, at: Any) -> Any:
-        """The messages in whose bodies these places are."""
+        """The numbers of the messages whose bodies contain these positions."""
         import numpy as np
 
         of = np.searchsorted(self._begins, at, side="right") - 1
         return of[(of >= 0) & (at < self._ends[of])]
 
     def _big_endian(self, at: Any) -> Any:
-        """The number in the four bytes at each place."""
+        """The number in the four bytes at each position."""
         import numpy as np
 
         return self._words[np.minimum(at, len(self._words) - 1)].astype(np.uint32).byteswap().astype(np.int64)
 
     def _binary(self, at: Any) -> tuple[Any, Any]:
-        """Where the bytes begin whose MessagePack is at each place, and how many; 0: something else is there."""
+        """Start and length of the MessagePack bytes at each position; length 0: something else is there."""
         import numpy as np
 
         kind = self._data[at].astype(np.int64) - _BINARY
@@ -455,7 +457,7 @@ class _Messages:
         return at + 1 + (1 << np.clip(kind, 0, 2)), np.where((kind >= 0) & (kind <= 2), sizes, 0)
 
     def _whole_number(self, at: Any) -> Any:
-        """The MessagePack integer at each place; 0: something else is there."""
+        """The MessagePack integer at each position; 0: something else is there."""
         import numpy as np
 
         first, number = self._data[at].astype(np.int64), self._big_endian(at + 1)

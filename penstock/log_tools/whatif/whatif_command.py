@@ -39,7 +39,7 @@ DEFAULTS = Weights()
 
 
 def run(argv: Sequence[str]) -> int:
-    """Decide recorded decisions again, and return the exit status."""
+    """Repeat recorded decisions, and return the exit status."""
     parser = Parser(
         prog="penstock whatif",
         description="repeat the routing decisions of the log, unchanged and with a change. Each decision uses the "
@@ -89,7 +89,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     )
     cells = cells_of(LogSource.of(args))
     problems: list[ValueError] = []
-    for cell in cells:  # one after the other: each has routers of its own, which chose among its workers
+    for cell in cells:  # one by one: each cell has its own routers, which chose among its workers
         several = len(cells) > 1
         try:
             async with open_log(cell.source, name="whatif", role="reader", streams=("WORK", "DONE"), files=True) as log:
@@ -122,18 +122,18 @@ class Decided(msgspec.Struct, frozen=True):
 async def decide_all(
     bus: Readable, change: PlacementChange, *, since_ns: int = 0, until_ns: int = 0, model: str = ""
 ) -> Decided:
-    """Decide again all decisions recorded between two times (Unix ns; 0: no limit).
+    """Repeat all decisions recorded between two times (Unix ns; 0: no limit).
 
     Raises:
         ServingError: a stream cannot be read.
-        ValueError: there is no decision that can be decided again, or none has a worker that the change removes.
+        ValueError: no decision can be repeated, or none has a worker that the change removes.
     """
     total = 0
     left_out: Counter[str] = Counter()
     workers: set[str] = set()
     decisions: list[Redecided] = []
     sample = Sample()
-    ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
+    ahead: dict[str, tuple[int, float]] = {}  # request -> time of its last decision, and the work ahead at that time
     async for request_id, job in _jobs(bus, since_ns, until_ns):
         if model and decode_head(job.request).model != model:
             continue

@@ -1,8 +1,7 @@
 """``penstock doctor``: runs every possible check, and prints each problem with its fix.
 
-An archive for a bug report: the doctor's findings and inputs, without secrets and prompts.
-
-Known causes in the logs of a deployment, with what to do about each.
+It also searches the logs for known causes, and writes an archive for a bug report: findings and inputs, without secrets
+and prompts.
 """
 
 import argparse
@@ -109,13 +108,13 @@ _KNOWN = (
         "KV transport",
         re.compile(rb"nixl.{0,80}(?:error|failed)|UCX\s+ERROR", re.IGNORECASE),
         CheckStatus.warning,
-        "requests went on by computing their prompts again; see docs/disaggregation.md for UCX_TLS and RDMA",
+        "requests continued by computing their prompts again; see docs/disaggregation.md for UCX_TLS and RDMA",
     ),
 )
 
 
 def check_logs(folder: Path) -> list[CheckResult]:
-    """What the logs of the last runs tell, each cause once."""
+    """Known causes in the logs of the last runs, each once."""
     if not folder.is_dir():
         return [skipped("logs", f"no logs in {folder}")]
     causes: dict[str, tuple[_Known, list[str], str]] = {}
@@ -155,7 +154,7 @@ _API_KEY = re.compile(rb"(pst-[a-z0-9]{12})-[A-Za-z0-9]+")
 
 
 def redacted(data: bytes) -> bytes:
-    """Without passwords in URLs, tokens and keys."""
+    """Remove passwords in URLs, tokens and keys."""
     return _API_KEY.sub(rb"\1-***", _SECRET.sub(rb"\1***", _PASSWORD.sub(rb"\1:***@", data)))
 
 
@@ -266,7 +265,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _examine_engine(args: argparse.Namespace) -> int:
-    """The page comes last and whole: engines write hundreds of lines while they start, which takes minutes."""
+    """Print the result at the end, in one piece: a starting engine writes hundreds of lines for minutes."""
     from penstock.operate.doctor import trtllm  # imports torch
 
     logs.setup(level="error", stream=sys.stderr)
@@ -292,7 +291,7 @@ async def examine(
 
     Args:
         urls: of gateways besides those of the deployment.
-        verify: all stored messages, not only the newest.
+        verify: verify all stored messages, not only the newest.
     """
     data_dir = source.data_dir
     state = _state(data_dir) if not source.nats_url else None
@@ -322,7 +321,7 @@ async def examine(
 
 
 def _data_dirs(source: LogSource) -> list[Path]:
-    """Of all cells whose files are on this machine."""
+    """Check the files of all cells on this machine."""
     try:
         return [cell.source.data_dir for cell in cells_of(source) if not cell.source.nats_url]
     except ValueError:
@@ -337,7 +336,7 @@ def _state(data_dir: Path) -> DeploymentState | None:
 
 
 class _Seen(NamedTuple):
-    """Through the broker. ``keys``, ``growth``: None: not known. ``runs``: False: the deployment is stopped."""
+    """What the broker shows. ``keys``, ``growth``: None if unknown. ``runs``: False: the deployment is stopped."""
 
     findings: list[CheckResult]
     keys: Keys | None = None
@@ -346,7 +345,10 @@ class _Seen(NamedTuple):
 
 
 async def _through_broker(source: LogSource, state: DeploymentState | None, files: dict[str, bytes]) -> _Seen:
-    """The checks that need the brokers of all cells, or why they cannot be reached. Keys are in the first."""
+    """Run the checks that need the brokers of all cells, or explain why these cannot be reached.
+
+    API keys are in the first cell.
+    """
     try:
         cells = cells_of(source)
     except ValueError as error:
@@ -391,7 +393,7 @@ async def _through_broker_of(cell: CellSource, state: DeploymentState | None, fi
 
 
 async def _collect(bus: Bus, files: dict[str, bytes], suffix: str) -> Growth:
-    """Add to ``files``; what the streams take on the disk."""
+    """Add the state of the streams to ``files``; returns the space that they take on the disk."""
     expected = topology(bus.subjects)
     usages = await uses(bus, expected)
     files[f"streams{suffix}.json"] = msgspec.json.format(msgspec.json.encode(usages), indent=2)
@@ -443,11 +445,11 @@ _USES = (
     Column("in handoffs", 5, right=True),
     Column("note"),
 )
-USES_SHOWN = 40  # workers; ``--all`` shows more
+USES_SHOWN = 40  # number of workers shown; ``--all`` shows more
 
 
 def _print_uses(uses: Sequence[WorkerUse], console: Console, *, everything: bool) -> None:
-    """A table with a row for each GPU, or for a worker without one. Of many workers, those with a note come first."""
+    """A table with a row for each GPU, or for a worker without one. Workers with a note come first."""
     if not uses:
         return
     shown = uses if everything else sorted(uses, key=lambda each: (not each.note, each.note == "idle"))[:USES_SHOWN]

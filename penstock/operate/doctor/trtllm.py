@@ -1,8 +1,8 @@
 """``penstock doctor --engine trtllm``: finds where an installed TensorRT-LLM differs from what the adapter expects.
 
-The adapter was written from TensorRT-LLM's public source. These checks run everything that it does on a model: whole
-requests, separate prefill and decode, images, constraints, cancellation, and a token from an idle engine. Run them on
-the first day with a real GPU, and after each upgrade.
+The adapter was written from TensorRT-LLM's public source. These checks run all of its functions on a model: whole
+requests, separate prefill and decode, images, constraints, cancellation, and a token from an idle engine. Run them
+before the first use on a GPU, and after each upgrade.
 """
 
 import re
@@ -41,7 +41,7 @@ REFUSED = (
     "(docs/engines.md)"
 )
 NEAR = "two tokens may be about equally likely; if this happens often, report it"
-BOUND_S = 120.0  # for each answer
+BOUND_S = 120.0  # limit for each answer
 BLOCK = 32
 TOKENS = 24
 GREEDY = Sampling(temperature=0.0)
@@ -97,7 +97,7 @@ class Doctor:
     Args:
         path: the model's folder.
         options: settings of the engines, besides those that the checks need.
-        began: called with the name of each part, which may take minutes.
+        began: called with the name of each part before it starts; a part may take minutes.
     """
 
     def __init__(self, path: Path, options: dict[str, Any], began: Callable[[str], None]) -> None:
@@ -132,7 +132,7 @@ class Doctor:
             yield from check()
         except (_Failed, EngineError, RequestError, BadArguments, ValueError, OSError) as error:
             yield problem(name, str(error) or repr(error), REPORT)
-        except Exception as error:  # anything that the engine may raise; the other checks are still worth running
+        except Exception as error:  # the engine may raise anything; run the other checks all the same
             yield problem(name, repr(error), REPORT)
 
     def _settings(self, role: str = "aggregated") -> WorkerSettings:

@@ -309,7 +309,7 @@ async def test_a_configuration_says_since_when_its_passwords_are_as_they_are(
         assert main(["nats", "--print-config", "--data-dir", str(tmp_path)]) == 0
         return capsys.readouterr().err
 
-    assert "secrets.json, made now: servers that run already need the folder of their own passwords" in said()
+    assert "secrets.json, made now: running servers need the folder with their own passwords" in said()
     assert f"secrets.json, of {time.strftime('%Y-')}" in said()
 
 

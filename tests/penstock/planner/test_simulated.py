@@ -49,9 +49,9 @@ def test_a_planned_fleet_takes_fewer_gpu_hours_than_its_peak_all_day(
 def test_prefill_and_decode_come_and_go_without_a_lost_request(trace: RequestTrace) -> None:
     planned = served(trace, {"prefill": 1, "decode": 1}, planned=True)
     assert planned.outcome.unserved == 0
-    assert {role for role, begin, _ in planned.lives if begin > 0} <= {"prefill", "decode"}
+    assert {role for role, begin, _ in planned.runs if begin > 0} <= {"prefill", "decode"}
     assert planned.outcome.starts > 0
-    assert any(end < planned.steps[-1].at_s - 30 for _, _, end in planned.lives)  # some ended early
+    assert any(end < planned.steps[-1].at_s - 30 for _, _, end in planned.runs)  # some ended early
 
 
 def test_the_lives_of_workers_are_those_of_the_decisions(aggregated: Simulated) -> None:
@@ -60,7 +60,7 @@ def test_the_lives_of_workers_are_those_of_the_decisions(aggregated: Simulated) 
         if step.decision is not None:
             change = step.decision.changes["aggregated"]
             assert change.current == step.observed.pools["aggregated"].count
-            begun = sum(begin == step.at_s for _, begin, _ in planned.lives)
+            begun = sum(begin == step.at_s for _, begin, _ in planned.runs)
             assert begun == max(0, change.target - change.current)
 
 
