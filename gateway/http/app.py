@@ -244,7 +244,7 @@ _TWICE = f"/{_VERSION}/{_VERSION}/"
 
 
 def _tidied(path: str) -> str:
-    """The path without a doubled slash or version: base URLs may end with "/" or "/v1", which clients add again."""
+    """The path without a doubled slash or version: base URLs may end with what clients add again."""
     path = re.sub("/{2,}", "/", path)
     while path.startswith(_TWICE):
         path = path.removeprefix(f"/{_VERSION}")
