@@ -1,7 +1,7 @@
-"""Requests that count against the limits of their API keys and tenants, from the reservation to their end.
+"""Charges requests to the limits of their API keys and tenants, from the reservation to the end.
 
-A request takes its prompt and the most that it may generate. When it has ended, what it did not generate is given back.
-It holds one of the requests at a time until it has ended, whether or not its client still waits.
+A request is charged for its prompt and the most tokens that it may generate. Tokens that it did not generate are given
+back at its end. Until then it counts as one of the concurrent requests, whether or not its client still waits.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 
 LOOK_S = 1.0
-MISSED = 3  # times that the log has neither a request nor its record: it was deleted, or never stored
-GRACE_NS = 60_000_000_000  # beyond its deadline; by then a request has ended
+MISSED = 3  # failed look-ups of a request and its record, after which it was deleted or never stored
+GRACE_NS = 60_000_000_000  # after its deadline; a request has ended before
 
 
 class Charges:
@@ -57,29 +57,29 @@ class Charges:
         self.reserved[request.id] = self._limiter.pay(limited, tokens) or await self._limiter.reserve(limited, tokens)
 
     def began(self, inflight: InflightRequest) -> None:
-        """The request is being put into the log."""
+        """The request is being stored in the log."""
         inflight.paid = self.reserved.pop(inflight.request.id, None)
 
     def abandon(self, request_id: str) -> None:
-        """A request was prepared; if it was not put into the log, it has cost nothing."""
+        """A request was prepared. If it was not stored in the log, its charge is given back."""
         paid = self.reserved.pop(request_id, None)
         if paid is not None:
             self._limiter.undo(paid)
 
     def rename(self, request_id: str, new: str) -> None:
-        """A reserved request gets another id."""
+        """Change the id of a reserved request."""
         paid = self.reserved.pop(request_id, None)
         if paid is not None:
             self.reserved[new] = paid
 
     def repeated(self, inflight: InflightRequest) -> None:
-        """The log had the request already, so nothing runs for what this one has taken: it is reserved again."""
+        """The log already had the request, so this charge pays for nothing: it is a reservation again."""
         paid, inflight.paid = inflight.paid, None
         if paid is not None:
             self.reserved[inflight.request.id] = paid
 
     def ended(self, inflight: InflightRequest) -> None:
-        """This gateway follows the request no longer. If it still runs, its record says when it has ended."""
+        """This gateway no longer follows the request. If it still runs, its record will show its end."""
         paid, inflight.paid = inflight.paid, None
         if paid is None:
             return
@@ -91,7 +91,7 @@ class Charges:
             self._limiter.settle(paid, prompt_tokens(request) + output)
 
     async def _watch(self, paid: Paid, request: GenerateRequest) -> None:
-        used, missed = 1 << 62, 0  # nothing is given back if it is never known
+        used, missed = 1 << 62, 0  # nothing is given back if the usage is never known
         while missed < MISSED and self._clock.now_ns() < request.deadline_ns + GRACE_NS:
             await asyncio.sleep(LOOK_S)
             try:
@@ -115,8 +115,10 @@ class Charges:
 
 
 def prompt_tokens(request: GenerateRequest) -> int:
-    """What a request's prompt is charged for. Of texts that its worker makes tokens of, one for every 4 bytes;
-    a query counts in each of its pairs."""
+    """Tokens that a prompt is charged for. Texts that its worker tokenizes count as one token for every 4 bytes.
+
+    A query counts in each of its pairs.
+    """
     asked = request.embedding
     if asked is None:
         return request.prompt_tokens

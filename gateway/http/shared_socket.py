@@ -1,13 +1,13 @@
-"""Accepting from a socket that several gateways share, so that each gets its share of the connections.
+"""Accepts from a socket that several gateways share, so that each gets its share of the connections.
 
-The kernel wakes every gateway when a connection comes, and whoever looks first gets it. One that is idle looks first,
-and takes all that wait: of 256 connections that came at once, one of four gateways got all, or 144, or 106 (on two busy
-cores). So each gateway writes its number of connections into memory that all share. One that has more than the others
-waits for a moment, and accepts only what nobody else took meanwhile: no connection waits long for a gateway that is
-stopped or hangs. With that, each of the four had 55 to 71 of 256 connections, and 12 to 20 of 64.
+The kernel wakes every gateway when a connection arrives, and the first to accept gets it. An idle gateway is first, and
+accepts all that wait: of 256 simultaneous connections, one of four gateways got all, or 144, or 106 (on two busy
+cores). So each gateway writes its number of connections into shared memory. A gateway that has more than the others
+waits for a moment, and accepts only connections that no other has taken: none waits long for a gateway that is stopped
+or hangs. Then each of the four had 55 to 71 of 256 connections, and 12 to 20 of 64.
 
-Clients keep connections for hours, so a gateway that is started under load would have none of them. Those that have
-clearly more than the mean let some close behind their next answer, which says so.
+Clients keep connections for hours, so a gateway that is started under load would get none. Gateways with clearly more
+than the mean close some connections after their next answer, which announces it.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ log = structlog.get_logger("gateway")
 SLOTS = 64  # gateways whose numbers are known; two may share one, and then one of them counts
 _SLOT = struct.Struct("=QQd")  # process id, connections, monotonic time: one clock for all processes of a machine
 TABLE_BYTES = SLOTS * _SLOT.size
-STALE_S = 3.0  # numbers that were not renewed for so long are those of a gateway that hangs, or has ended
-AHEAD_CONNECTIONS, AHEAD_SHARE = 1, 1 / 16  # more than that beyond the emptiest gateway: others go first
-AHEAD_WAIT_S = 0.002  # for others to accept; the event loop's timers have milliseconds
+STALE_S = 3.0  # a number that was not renewed for this long belongs to a gateway that hangs or has ended
+AHEAD_CONNECTIONS, AHEAD_SHARE = 1, 1 / 16  # with this many more than the emptiest gateway, others accept first
+AHEAD_WAIT_S = 0.002  # time for others to accept; the event loop's timers count milliseconds
 AT_ONCE = 16  # connections accepted in one turn of the event loop
-MOVE_CONNECTIONS, MOVE_SHARE = 1, 1 / 4  # more than that beyond the mean: kept connections move to others
+MOVE_CONNECTIONS, MOVE_SHARE = 1, 1 / 4  # with this many more than the mean, kept connections move to others
 MOVE_SECONDS = 4  # in which most of them do: each costs its client a new connection
-NO_FILES_S = 0.25  # after the process or the machine had no descriptor left
+NO_FILES_S = 0.25  # wait after the process or the machine has run out of descriptors
 
 
 def is_running(process: int) -> bool:
-    """Whether a process of the same user has not ended. One that ended counts until its parent has noticed."""
+    """Whether a process of the same user exists. A zombie does."""
     try:
         os.kill(process, 0)
     except OSError:
@@ -49,36 +49,36 @@ def is_running(process: int) -> bool:
 
 
 class ConnectionCounts:
-    """How many connections each gateway has, in memory that all of them map."""
+    """The number of connections of each gateway, in memory that all of them map."""
 
-    def __init__(self, descriptor: int, process: int | None = None, lives: Callable[[int], bool] = is_running) -> None:
+    def __init__(self, descriptor: int, process: int | None = None, runs: Callable[[int], bool] = is_running) -> None:
         """
         Args:
             process: its id; None: this one's.
-            lives: whether a process runs; a killed one does not remove its entry.
+            runs: whether a process runs; a killed one does not remove its entry.
         Raises:
-            OSError, ValueError: the descriptor is not such memory.
+            OSError, ValueError: the descriptor is no such memory.
         """
         os.ftruncate(descriptor, TABLE_BYTES)
         self._table = mmap.mmap(descriptor, TABLE_BYTES)
         self._pid = process or os.getpid()
-        self._lives = lives
+        self._runs = runs
         self._own = self._pid % SLOTS * _SLOT.size
 
     def set(self, connections: int) -> None:
         _SLOT.pack_into(self._table, self._own, self._pid, connections, time.monotonic())
 
     def leave(self) -> None:
-        """This gateway accepts no more."""
+        """Remove this gateway, which accepts no more connections."""
         _SLOT.pack_into(self._table, self._own, 0, 0, 0.0)
 
     def fewest(self) -> int | None:
         """The connections of the emptiest other gateway; None: there is no other."""
-        return next((count for count, pid in sorted(self._others()) if self._lives(pid)), None)
+        return next((count for count, pid in sorted(self._others()) if self._runs(pid)), None)
 
     def others(self) -> list[int]:
         """The connections of each other gateway."""
-        return [count for count, pid in self._others() if self._lives(pid)]
+        return [count for count, pid in self._others() if self._runs(pid)]
 
     def _others(self) -> list[tuple[int, int]]:
         since = time.monotonic() - STALE_S

@@ -1,13 +1,11 @@
-"""This gateway's requests with ``no_store``: what is in memory storage of them, until a grace period after their end.
+"""This gateway's requests with ``no_store``: their messages in memory storage, until a grace period after their end.
 
-The gateway that accepted a request keeps its content and what was streamed of it in its own memory for the same time.
-So a broker without a cluster may restart: everything is put again, and neither the worker nor the client notices.
+The gateway that accepted a request keeps its content and streamed output in its own memory for the same time. If a
+broker without a cluster restarts, everything is stored again, and neither the worker nor the client notices.
 
-Which messages in memory storage no open request needs any more. Pure.
-
-Messages are deleted from the front, of one gateway's subjects at a time: one command deletes however many. So each
-request holds back what was stored after its beginning, until its end and the grace period are over. A request that runs
-for long would hold back everything; see ``late``.
+A pure core decides which messages no open request needs any more. Messages are deleted from the front of one gateway's
+subjects: one command deletes any number of them. Each request therefore prevents the deletion of everything that was
+stored after its beginning, until its grace period is over. A long request would prevent all deletions; see ``late``.
 """
 
 import asyncio
@@ -40,18 +38,18 @@ from penstock.schemas.subjects import MEMORY
 from penstock.schemas.tokens import COUNTS, Logprob, TokenBatch, TokenItem
 from penstock.schemas.wire import decoder, encode
 
-REMEMBERED = 4096  # ended requests; what is left of others expires
+REMEMBERED = 4096  # ended requests that are remembered; messages of others expire
 
 
 class Fronts(NamedTuple):
-    """The first sequence that is still needed, of a gateway's contents and of its tokens; 0: nothing new to delete."""
+    """The first sequences of a gateway's contents and tokens that are still needed; 0: nothing new to delete."""
 
     contents: int
     tokens: int
 
 
 class _Floor(msgspec.Struct, gc=False):
-    """Everything of a request is behind the sequences ``contents`` and ``tokens``. ``since``: when that became so."""
+    """All messages of a request come after the sequences ``contents`` and ``tokens``, since the time ``since``."""
 
     contents: int
     tokens: int
@@ -63,7 +61,7 @@ class _Floor(msgspec.Struct, gc=False):
 
 
 class MemoryLedger:
-    """Times are of any one clock, in seconds."""
+    """Decides what can be deleted. All times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._live: dict[str, _Floor] = {}
@@ -78,7 +76,7 @@ class MemoryLedger:
         return len(self._live)
 
     def began(self, request: str, now: float) -> None:
-        """A request is about to be stored, or a part of it; then again."""
+        """A request, or a part of it, is about to be stored. May be called again."""
         floor = self._live.get(request)
         if floor is None:
             contents, tokens = self._contents, self._tokens
@@ -87,7 +85,7 @@ class MemoryLedger:
             floor.has_parts = True
 
     def stored(self, request: str, seq: int) -> None:
-        """Its content was stored, before anything else of it."""
+        """The request's content was stored, before its other messages."""
         if seq > self._contents:
             self._contents = seq
         floor = self._live.get(request)
@@ -100,14 +98,14 @@ class MemoryLedger:
             self._tokens = seq
 
     def over(self, request: str) -> None:
-        """Nobody needs it any more."""
+        """The request is no longer needed."""
         if self._live.pop(request, None) is not None:
             self._dead[request] = None
             if len(self._dead) > REMEMBERED:
                 self._dead.popitem(last=False)
 
     def renewed(self) -> None:
-        """The streams were lost: sequences begin again, and what is open is stored again."""
+        """The streams were lost: sequences begin again, and open requests are stored again."""
         self._contents = self._tokens = 0
         self._deleted = Fronts(1, 1)
         self._dead.clear()
@@ -120,7 +118,7 @@ class MemoryLedger:
         return bool(self._live or self._dead) or any(self.fronts())
 
     def fronts(self) -> Fronts:
-        """What can be deleted by now; call ``deleted`` once it is."""
+        """What can be deleted now; call ``deleted`` afterwards."""
         contents, tokens = self._contents, self._tokens
         for floor in self._live.values():
             if floor.first_contents >= contents and floor.first_tokens >= tokens:
@@ -135,7 +133,7 @@ class MemoryLedger:
         self._deleted = Fronts(max(self._deleted.contents, fronts.contents), max(self._deleted.tokens, fronts.tokens))
 
     def late(self, now: float, after_s: float, limit: int) -> list[str]:
-        """Requests that have held back others' tokens for so long: what they have so far is to be stored again.
+        """Requests that have prevented deletions for this long: store their tokens again.
 
         Then ``moved`` is called with the last sequence that was read before.
         """
@@ -151,7 +149,7 @@ class MemoryLedger:
 
     @property
     def position(self) -> int:
-        """Of the tokens: the last sequence that was read."""
+        """The last sequence of the tokens that was read."""
         return self._tokens
 
     def moved(self, request: str, position: int, now: float) -> None:
@@ -160,7 +158,7 @@ class MemoryLedger:
             floor.tokens, floor.since = max(floor.tokens, position), now
 
     def left(self, limit: int) -> list[str]:
-        """The latest ended requests of which parts may be left: stored by routers or workers, or held back.
+        """The latest ended requests that may have messages left, stored by routers or workers, or not yet deletable.
 
         They are deleted one by one.
         """
@@ -174,12 +172,12 @@ class MemoryLedger:
 log = structlog.get_logger("gateway")
 
 SWEEP_S = 1.0
-LATE_S = 60.0  # a request that runs for longer is stored again, so that it holds back less
+LATE_S = 60.0  # a longer request is stored again, so that it prevents fewer deletions
 LATE_AT_ONCE = 16
-SINGLY = 64  # contents deleted one by one at a time, behind a request that runs for long
+SINGLY = 64  # contents deleted individually in one pass, after a long request
 DELETE_S = 2.0
-MOST_ENDED_BYTES = 32 << 20  # of requests in their grace period, kept to be put again; the oldest are dropped
-MOST_MEDIA_BYTES = 256 << 20  # of images of open requests, kept to be put again
+MOST_ENDED_BYTES = 32 << 20  # of requests in their grace period, kept to be stored again; the oldest are dropped
+MOST_MEDIA_BYTES = 256 << 20  # of images of open requests, kept to be stored again
 OTHERS_S = 15.0
 OTHERS_AT_ONCE = 256
 
@@ -191,7 +189,7 @@ class _Purged(msgspec.Struct):
 class _Media(msgspec.Struct):
     """Images of one request, by their parts."""
 
-    until: float  # monotonic; if it is not accepted by then, they are dropped
+    until: float  # monotonic; the images are dropped if their request is not accepted before
     request: str = ""  # id of the accepted request
     parts: dict[str, bytes] = {}
 
@@ -202,10 +200,10 @@ class _Open(msgspec.Struct):
 
 
 class _Ended(msgspec.Struct, gc=False):
-    """A request in its grace period. Thousands are, so nothing here makes work for garbage collection.
+    """A request in its grace period. There are thousands, so they contain nothing that garbage collection tracks.
 
-    ``until``: when it is deleted, monotonic. ``content`` and ``items`` are put again, after a restart of the broker;
-    empty: it was too much. ``items``: encoded, of its last ``attempt``.
+    ``until``: when it is deleted, monotonic. ``content`` and ``items`` are stored again after a restart of the broker;
+    they are empty if they were too large. ``items``: encoded, of its last ``attempt``.
     """
 
     until: float
@@ -244,7 +242,7 @@ class UnstoredRequests:
         self._tasks = tasks.group("unstored")
         self._key = secrets.token_bytes(32)
         self._open: dict[str, _Open] = {}
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()  # the first one is the first to be deleted
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()  # in order of deletion
         self._ended_bytes = 0
         self._ledger = MemoryLedger()
         self._media: dict[str, _Media] = {}
@@ -264,7 +262,7 @@ class UnstoredRequests:
         await self._tasks.aclose()
 
     def __len__(self) -> int:
-        """Requests of which something is in memory storage."""
+        """Number of requests with messages in memory storage."""
         return len(self._ledger)
 
     @property
@@ -342,7 +340,7 @@ class UnstoredRequests:
         )
 
     def stored(self, request_id: str, ack: Ack) -> None:
-        """Its content was. What is never said to be stored is deleted behind what was stored later, or in the end."""
+        """The content was stored. Without this call, it is deleted with later messages, or at the end."""
         self._ledger.stored(request_id, ack.seq)
 
     def _stored(self, request_id: str, done: "asyncio.Future[Ack]") -> None:
@@ -350,7 +348,7 @@ class UnstoredRequests:
             self.stored(request_id, done.result())
 
     def drop(self, inflight: InflightRequest) -> None:
-        """It was not accepted, or is another one."""
+        """The request was not accepted, or is a repeat of another one."""
         request_id = inflight.request.id
         found = self._open.get(request_id)
         if found is not None and found.inflight is inflight:
@@ -366,9 +364,9 @@ class UnstoredRequests:
                 self._ledger.over(owner)
 
     def release(self, inflight: InflightRequest) -> bool:
-        """Nobody reads it any more. If it has ended, only its grace period is left.
+        """The request has no reader any more. If it has ended, its grace period begins.
 
-        False: it is followed on until its end.
+        False: this gateway follows it until its end.
         """
         found = self._open.get(inflight.request.id)
         if found is None or found.inflight is not inflight:
@@ -448,7 +446,7 @@ class UnstoredRequests:
             await self._purge("MEMORY_TOKENS", subjects.tokens(f"{MEMORY}.{self._gateway}"), fronts.tokens)
         self._ledger.deleted(fronts)
 
-    # --- of gateways that are gone ---
+    # --- departed gateways ---
 
     async def _sweep_others_forever(self) -> None:
         while True:
@@ -457,7 +455,7 @@ class UnstoredRequests:
                 await _until_refused(self.sweep_others(self._bus.clock.now_ns()))
 
     async def sweep_others(self, now_ns: int) -> None:
-        """Delete what gateways that are gone have left of ended requests. The rest expires after its deadline."""
+        """Delete messages of ended requests that departed gateways left. The rest expires after its deadline."""
         requests: dict[str, set[str]] = {}
         prefix = f"{self._bus.subjects.namespace}.{MEMORY}."
         own = f"{prefix}contents.{self._gateway}.", f"{prefix}tokens.{self._gateway}"  # tens of thousands
@@ -544,12 +542,12 @@ async def _until_refused(sweep: Coroutine[Any, Any, None]) -> None:
 
 
 def so_far(inflight: InflightRequest) -> list[TokenItem]:
-    """What a gateway has read of an open request."""
+    """The output of an open request that a gateway has read."""
     return merged(inflight.kept or (), inflight.fold.attempt)
 
 
 def merged(items: Iterable[TokenItem], attempt: int) -> list[TokenItem]:
-    """What a gateway has read of a request, as items of its present attempt: one a choice, behind the counts."""
+    """The output that a gateway has read, as items of the present attempt: the counts, then one for each choice."""
     found: dict[tuple[int, int], list[TokenItem]] = {}
     for item in items:
         found.setdefault((item.choice, item.first if item.choice == COUNTS else 0), []).append(item)
@@ -575,7 +573,7 @@ def merged(items: Iterable[TokenItem], attempt: int) -> list[TokenItem]:
 
 
 def portions(items: Iterable[TokenItem], limit: int) -> Iterable[list[TokenItem]]:
-    """Of about ``limit`` bytes at most; an item is larger only if it alone is."""
+    """Group items into messages of about ``limit`` bytes at most; only a single item may be larger."""
     portion: list[TokenItem] = []
     size = 0
     for item in items:

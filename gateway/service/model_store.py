@@ -1,9 +1,9 @@
-"""The models that a gateway has in memory: tokenizers, chat templates and what their folders set, without weights.
+"""The models that a gateway has in memory: tokenizers, chat templates and settings of their folders, without weights.
 
-A model is read in a thread, once however many requests wait for it, and requests of other models are not held up. One
-that cannot be read is tried again later; until then its requests get the reason at once. What the operator named with
-``--model`` stays; others leave when they have not been used for a while, or when there is no room for another one. A
-model with open requests never leaves.
+A model is read once, in a thread, for all requests that wait for it; requests of other models continue. If reading
+fails, it is repeated later; until then, requests are refused with the reason. Models that the operator named with
+``--model`` stay in memory. Others are unloaded when they were not used for a while, or when another one needs the room,
+but never while they have open requests.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from penstock.schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
 
-THREADS = 2  # that read models; a folder on a slow disk, or a download, holds up one
-WAIT_S = 60.0  # for a model that is being read
-AGAIN_S = 10.0  # after a failure, until it is tried again
+THREADS = 2  # threads that read models; a slow disk or a download occupies one
+WAIT_S = 60.0  # wait for a model that is being read
+AGAIN_S = 10.0  # from a failure until reading is tried again
 
 
 class Source(NamedTuple):
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 class Loaded:
-    """A model in memory. Whoever uses one that is not ``pinned`` sets ``used``, to the clock's time."""
+    """A model in memory. ``used``: time of the last use, by the clock; not updated for a ``pinned`` model."""
 
     __slots__ = ("model", "pinned", "used")
 
@@ -65,7 +65,7 @@ Load = Callable[[Source], ModelDir]
 
 
 def report_ignored(model: ModelDir) -> None:
-    """Log what its generation_config.json sets and is not applied."""
+    """Log the settings of a model's generation_config.json that are not applied."""
     for key, value in model.defaults.ignored:
         log.warning("generation_default_ignored", file=str(model.path / "generation_config.json"), key=key, value=value)
 
@@ -73,7 +73,7 @@ def report_ignored(model: ModelDir) -> None:
 def read_model(source: Source) -> ModelDir:
     """
     Raises:
-        ModelError: it cannot be read, or is another one than the worker serves; the text says what to do.
+        ModelError: the model cannot be read, or is not the one that the worker serves; the text says what to do.
     """
     path = modeldir.resolve(source.folder)
     model = modeldir.load(path, name=source.name, chat_template=source.chat_template)
@@ -89,10 +89,10 @@ class ModelStore:
     """
     Args:
         limit: models in memory.
-        idle_s: a model that was not used for so long leaves; 0: it stays.
+        idle_s: a model that was not used for this long is unloaded; 0: never.
         in_use: names of the models that have open requests.
         loaded: called with the source of a model that was read, and the seconds that it took.
-        unloaded: called with the source of one that left.
+        unloaded: called with the source of a model that was unloaded.
 
     Attributes:
         detokenizers: of the models in memory, by the digest of their tokenizers.
@@ -125,19 +125,19 @@ class ModelStore:
         self._threads: ThreadPoolExecutor | None = None
 
     def add(self, source: Source, model: ModelDir) -> None:
-        """A model that the operator named: it stays."""
+        """Keep a model that the operator named."""
         self._models[source] = Loaded(model, True, self.clock())
         self._index()
 
     def get(self, source: Source) -> Loaded | None:
-        """A model that is in memory, for a request."""
+        """A model in memory, for a request, which counts as a use."""
         entry = self._models.get(source)
         if entry is not None:
             entry.used = self.clock()
         return entry
 
     def peek(self, source: Source) -> ModelDir | None:
-        """The same, for what is no use of it."""
+        """A model in memory. Does not count as a use."""
         entry = self._models.get(source)
         return None if entry is None else entry.model
 
@@ -146,20 +146,20 @@ class ModelStore:
         self.detokenizers = {each.tokenizer_digest: each.detokenizer for each in models}
 
     def why_not(self, source: Source) -> str:
-        """Why a model could not be read at the last try; "": it could, or was not tried."""
+        """Why the last attempt to read a model failed; "": it did not, or there was none."""
         failure = self._failed.get(source)
         return failure.error.message if failure is not None else ""
 
     @property
     def has_room(self) -> bool:
-        """Whether a model can be read without another one leaving."""
+        """Whether a model can be read without unloading another one."""
         return len(self._models) + len(self._loading) < self._limit
 
     async def load(self, source: Source) -> ModelDir:
-        """A model, read if need be.
+        """A model; it is read if necessary.
 
         Raises:
-            ServingError: model_unavailable: it cannot be read, takes too long, or there is no room for it.
+            ServingError: model_unavailable: reading fails or takes too long, or there is no room for it.
         """
         while True:
             found = self.get(source)
@@ -168,7 +168,7 @@ class ModelStore:
             pending = self._loading.get(source) or self._start(source)
             try:
                 async with asyncio.timeout(WAIT_S):
-                    # Shielded: it is read for all that wait, and a client that leaves must not stop it.
+                    # Shielded: reading serves all waiting requests, so a client that leaves must not cancel it.
                     return await asyncio.shield(pending)
             except TimeoutError:
                 raise _unavailable(
@@ -180,17 +180,17 @@ class ModelStore:
                 raise _unavailable(source.name, "this gateway is stopping", 1.0) from None
 
     def prefetch(self, source: Source) -> None:
-        """Begin to read a model that is likely to be asked for, if there is room."""
+        """Begin to read a model that requests are likely to name, if there is room."""
         if self.peek(source) is None and source not in self._loading and self.has_room:
             try:
                 self._start(source)
             except ServingError:
-                pass  # it has failed a moment ago
+                pass  # reading failed a moment ago
 
     def _start(self, source: Source) -> asyncio.Future[ModelDir]:
         """
         Raises:
-            ServingError: there is no room, or it failed a moment ago.
+            ServingError: there is no room, or reading failed a moment ago.
         """
         now = self.clock()
         failure = self._failed.get(source)
@@ -259,7 +259,7 @@ class ModelStore:
             done.set_exception(failure)
 
     def unload_idle(self) -> None:
-        """Let go of models that nobody has used for a while."""
+        """Unload models that were not used for a while."""
         if not self._idle_s:
             return
         before = self.clock() - self._idle_s
@@ -292,4 +292,4 @@ def _unavailable(name: str, why: str, retry_after: float) -> ServingError:
 
 def _retrieve(done: "asyncio.Future[ModelDir]") -> None:
     if not done.cancelled():
-        done.exception()  # whoever waited may have left
+        done.exception()  # mark the error as seen: no request may be waiting any more

@@ -1,10 +1,9 @@
-"""From a body to a request without blocking the event loop: large bodies are prepared in threads.
+"""Turns a body into a request without blocking the event loop: large bodies are prepared in threads.
 
-A thread helps where the work is Python or releases the interpreter, as the tokenizer does. Decoding JSON does neither,
-and takes about 40 ns per value: a body with far more values than the model's context has tokens is refused unread.
-Tenants take turns with the threads. A small body whose chat template takes long is prepared again in a thread.
-
-A few threads whose tenants take turns, so that one tenant's long work does not hold another's.
+A thread helps if the work is Python or releases the interpreter, as the tokenizer does. Decoding JSON does neither, and
+takes about 40 ns per value: a body with far more values than the model's context has tokens is refused unread. Tenants
+take turns with the few threads, so that one tenant's long work does not delay another's. A small body whose chat
+template takes long is prepared again in a thread.
 """
 
 import asyncio
@@ -93,16 +92,16 @@ class FairThreads:
         self._running: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Nothing that waits is begun. What runs ends on its own."""
+        """Start no waiting work. Running work ends on its own."""
         while (job := self._waiting.take()) is not None:
             job.done.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], T]) -> T:
-        """What ``work`` returns or raises.
+        """Run ``work`` in a thread; returns or raises what it does.
 
         Args:
-            size_bytes: of what the work holds while it waits.
+            size_bytes: memory that the work takes while it waits.
         Raises:
             ServingError: overloaded: too much waits already.
         """
@@ -113,7 +112,7 @@ class FairThreads:
         try:
             return await done
         finally:
-            self._waiting.drop(tenant, done)  # its client has gone
+            self._waiting.drop(tenant, done)  # its client has left
 
     def _begin(self) -> None:
         while self._free and (job := self._waiting.take(self._held)) is not None:
@@ -149,7 +148,7 @@ PER_TENANT = 2  # of them
 NAMED_INLINE = 131_072  # bytes; to find the model in a larger body takes more than 0.2 ms
 INLINE_CPU_S = 0.005  # of the event loop, for the chat template of a small body; most take 0.1 ms
 FEW_VALUES = 65_536  # in a body; this many are decoded in 3 ms
-PRIVATE_S = 120.0  # for all media of a request with no_store: routers erase what nobody asked for later than that
+PRIVATE_S = 120.0  # for all media of a request with no_store; later, routers erase media without a request
 COUNT_BYTES = 1 << 18  # searched for commas at once, which holds the interpreter for 0.1 ms
 
 # Of a chat's fields, for errors.
@@ -157,7 +156,7 @@ _NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES, **dict.fromkeys(O
 
 
 class _OtherModel(NamedTuple):
-    """A model that may run a request in place of its own; ``request``: as it was prepared for that."""
+    """A model that may run a request in place of its own. ``request``: the request as prepared for that model."""
 
     context: PrepareContext
     request: GenerateRequest
@@ -282,16 +281,16 @@ class RequestPreparer:
     async def _with_fallbacks(
         self, prepared: PreparedRequest, endpoint: str, body: bytes, context: PrepareContext, asked: str, caller: Caller
     ) -> PreparedRequest:
-        """The request with what may run in its place, as far as its caller may name that.
+        """The request with its fallbacks, as far as its caller may name them.
 
         Args:
-            context: that it was prepared for.
-            asked: the model that was asked for, if that is known only by its fallbacks; "": ``context`` is of it.
+            context: that the request was prepared in.
+            asked: the requested model, if only its fallbacks are known; "": ``context`` is of that model.
         """
         names = (asked,) if asked else (adapter_name(context.adapter),) if context.adapter else context.names
         others = next((self._fallbacks[name] for name in names if name in self._fallbacks), ())
         request = prepared.request
-        if not others or request.worker:  # a named worker is wanted, and no other
+        if not others or request.worker:  # the request names a worker, so no other may run it
             return prepared
         known = [*names, *context.names]
         found: dict[str, Fallback] = {}
@@ -402,7 +401,7 @@ class RequestPreparer:
         return await self._in_thread(caller.tenant, len(body) + history.size, work)
 
     async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
-        """``work`` on a body and on what requests are prepared for.
+        """Run ``work`` on a body and the context of its model.
 
         Raises:
             ServingError: the body cannot be served.
@@ -411,10 +410,10 @@ class RequestPreparer:
         return await self._render_for(body, work, body, context, tenant=caller.tenant)
 
     async def _context(self, body: bytes, caller: Caller, *, tagged: bool = False) -> tuple[PrepareContext, str]:
-        """What a body is prepared for, by the model that it names; and that name, if only its fallbacks are there.
+        """The context of the model that a body names; and that name, if only fallbacks of the model are available.
 
         Args:
-            tagged: its client may have put a tag behind the name.
+            tagged: the name may end with a tag.
         Raises:
             ServingError: see ``FleetView.context_for``; the body is not JSON.
         """
@@ -433,13 +432,12 @@ class RequestPreparer:
         return caller.context(base), asked
 
     async def _context_instead(self, name: str, caller: Caller, error: ServingError) -> PrepareContext:
-        """What a body is prepared for whose model is not known here, or cannot be read: the first of its fallbacks
-        that can.
+        """The context of the first readable fallback of a model that is unknown here, or cannot be read.
 
         Args:
             error: why the model itself cannot be served.
         Raises:
-            ServingError: that one, if none can.
+            ServingError: ``error``, if no fallback can be read.
         """
         if error.code in (Code.model_not_found, Code.model_unavailable) and caller.may_name(name):
             for each in self._fallbacks.get(name, ()):
@@ -450,17 +448,17 @@ class RequestPreparer:
     async def run_for(
         self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
     ) -> T:
-        """``work`` that decodes a body, in a thread if that is large.
+        """Run ``work``, which decodes a body, in a thread if the body is large.
 
         Args:
             tenant: whose turn of the threads it takes.
         Raises:
-            ServingError: context_length_exceeded: it is not worth decoding. overloaded: too many wait for a thread.
+            ServingError: context_length_exceeded: the body has too many values. overloaded: too many wait for a thread.
         """
         if len(body) <= LARGE_BODY:
             return work(*args, **options)
         limit, meaning = max(FEW_VALUES, 2 * self.fleet.longest), _TWICE
-        if limit < MAX_VALUES and self.fleet.embedding_models.known:  # what is asked for is not known yet
+        if limit < MAX_VALUES and self.fleet.embedding_models.known:  # the endpoint is not known yet
             limit, meaning = MAX_VALUES, "the most that embeddings take"
         checked = partial(_checked, body, limit, partial(work, *args, **options), meaning)
         return await self._in_thread(tenant, len(body), checked)
@@ -468,7 +466,7 @@ class RequestPreparer:
     async def _render_for(
         self, body: bytes, work: Callable[..., T], *args: Any, tenant: str = DEFAULT_TENANT, **options: Any
     ) -> T:
-        """As ``run_for``, for work that renders a chat template; in a thread also if that takes long."""
+        """Like ``run_for``, for work that renders a chat template; uses a thread also if rendering takes long."""
         if len(body) <= LARGE_BODY:
             budget = cpu_budget(INLINE_CPU_S)
             try:

@@ -1,7 +1,7 @@
 """An answer as a sequence of segments: reasoning, text and tool calls, in the order in which the model wrote them.
 
 The Responses API shows each segment as an output item, the Messages API as a content block. Pure: the segments and
-their changes are a function of the tokens, however the items that bring them are cut.
+their changes depend only on the tokens, not on how items split them.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,10 +26,10 @@ _object = msgspec.json.Decoder(dict[str, Any]).decode
 class Segment:
     """
     Attributes:
-        index: among the segments of the answer, from 0.
-        parts: text, reasoning, or the JSON text of a call's arguments, in pieces.
-        scored: tokens of a text with their log-probabilities, if those were asked for.
-        closed: it is complete. One that is still open at the end was cut off.
+        index: in the answer, from 0.
+        parts: pieces of the text, the reasoning, or the JSON of a call's arguments.
+        scored: tokens of a text with their log-probabilities, if these were requested.
+        closed: the segment is complete. One that is open at the end of the answer was cut off.
         call_id, name: of a call.
     """
 
@@ -50,7 +50,7 @@ class Segment:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call, as an object; text that is none, as when it was cut off, under one name."""
+        """The arguments of a call as an object. Other text, for example if it was cut off, is the value of one key."""
         text = self.content
         try:
             return _object(text or "{}")
@@ -59,7 +59,7 @@ class Segment:
 
 
 class SegmentChange(NamedTuple):
-    """What happened to a segment. ``text`` and ``scored``: what it grew by."""
+    """A change of a segment. ``text`` and ``scored``: what was added."""
 
     what: Literal["opened", "grew", "closed"]
     segment: Segment
@@ -80,7 +80,7 @@ class SegmentedAnswer:
         self._choice = self._state.choices[0]
         self._parser = self._choice.parser
         self._scores = request.sampling.logprobs is not None
-        self._scored: list[Scored] = []  # what the last token added to the content
+        self._scored: list[Scored] = []  # the content that the last token added
         self._has_calls = False
         self.segments: list[Segment] = []
 
@@ -98,7 +98,7 @@ class SegmentedAnswer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those that reasoning and its marks took."""
+        """Tokens of the reasoning and its marks."""
         return self._state.reasoning_tokens
 
     @property
@@ -116,12 +116,12 @@ class SegmentedAnswer:
         return last if last is not None and not last.closed else None
 
     def fail(self, error: ServingError) -> None:
-        """The answer ends here, unless it has ended."""
+        """End the answer, unless it has ended."""
         if not self.done:
             self._state.error = error
 
     def push(self, items: Iterable[TokenItem]) -> list[SegmentChange]:
-        """What these items, in order, change."""
+        """The changes that these items make, in order."""
         out: list[SegmentChange] = []
         for item in items:
             if self.done:
@@ -208,7 +208,7 @@ class WholeAnswer:
     """One JSON body of an answer. ``push`` items until it is done.
 
     Args:
-        body: what the answer says, once it has ended and did not fail.
+        body: makes the body of an answer that has ended without failure.
     """
 
     large = False
@@ -249,7 +249,7 @@ class WholeAnswer:
 
 
 class SegmentEvents(Protocol):
-    """What an API shows of an answer's segments, as server-sent events. ``ping``: says nothing between them."""
+    """How an API shows an answer's segments as server-sent events. ``ping``: an event without content."""
 
     ping: bytes
 
@@ -260,7 +260,7 @@ class SegmentEvents(Protocol):
         """A segment has changed."""
 
     def end(self, writer: EventWriter, answer: SegmentedAnswer) -> None:
-        """It has ended, or failed."""
+        """The answer has ended, or failed."""
 
     def left(self, writer: EventWriter, error: ServingError) -> bytes:
         """The end of a stream whose answer continues elsewhere; it is not an event of the answer."""
@@ -289,7 +289,7 @@ class SegmentRenderer:
 
     @property
     def ping(self) -> bytes:
-        """Has no number: it is not part of the answer."""
+        """A ping has no number, since it is not part of the answer."""
         return b"" if self.done else self._events.ping
 
     def resume(self, last_event_id: str) -> None:

@@ -69,18 +69,18 @@ class ChoiceState:
         self._measure = detokenizer.stream() if request.sampling.logprobs is not None else None
 
     def show_marks(self) -> None:
-        """Nobody parses what follows: the tokens of marks have their own text again."""
+        """Stop parsing: from now on, the tokens of marks have their own text again."""
         self.stream.show(self._marks.texts)
 
     def place(self, token: int) -> int:
-        """The characters of the output before this token, which is the next one. Partial characters have none."""
+        """Number of characters of the output before the next token, without partial characters."""
         assert self._measure is not None
         offset = self.offset
         self.offset += len(self._measure.push(token))
         return offset
 
     def score(self, token: int, logprob: Logprob | None) -> None:
-        """The token that is pushed next, if its log-probability is wanted."""
+        """Note the token that is pushed next, if its log-probability was requested."""
         if logprob is not None:
             self._pending.append((token, logprob))
 
@@ -98,12 +98,12 @@ class ChoiceState:
 
     @property
     def limited(self) -> bool:
-        """It was cut off by its length."""
+        """The choice was cut off by its length."""
         return self.finish is not None and self.finish.reason == "length"
 
     @property
     def finish_reason(self) -> str:
-        """Of an ended choice."""
+        """The finish reason of an ended choice."""
         assert self.finish is not None
         reason = self.finish.reason
         return "tool_calls" if reason == "stop" and self.parser is not None and self.parser.has_calls else reason
@@ -129,7 +129,7 @@ class AnswerState:
         self.created = request.created_ns // 1_000_000_000
         self.fingerprint = _fingerprint(request.revision)
         self.error: ServingError | None = None
-        self._counts: dict[int, Usage] = {}  # as the server says that computed the answer
+        self._counts: dict[int, Usage] = {}  # as reported by the server that computed the answer
         self.choices = [ChoiceState(index, request, detokenizer) for index in range(request.n)]
         self.open_choices = request.n
 
@@ -200,7 +200,7 @@ class _StreamedChoice:
     """
     Attributes:
         parser: None: text is content, unchanged.
-        ids: tokens that no event has had yet, if events have them.
+        ids: tokens that were in no event yet, if events have token ids.
         plain: all further events are sent, with this prefix and suffix; their ids are positions of this one choice.
         prefix: of an event, up to its text; ``suffix``: what follows the text.
         sent: an event was written, or skipped as already seen.
@@ -239,8 +239,8 @@ class StreamRenderer:
     ) -> None:
         """
         Args:
-            part_of: the stream is of several requests, of which this is the first: it has its names, and whoever joins
-                them ends it.
+            part_of: this is the first of several requests that share a stream. The stream has this request's names, and
+                the caller ends it.
             offset: index of the first choice.
         """
         self._state = state = AnswerState(request, detokenizer)
@@ -374,7 +374,7 @@ class StreamRenderer:
         state.position = end
 
     def _event(self, out: list[bytes], choice: _StreamedChoice, data: bytes) -> None:
-        """Any event but the most common kind: the first of a choice, one of several choices, or already seen."""
+        """Any event except the most common kind: the first of a choice, one of several choices, or already seen."""
         position = choice.state.position
         seen = choice.skip < 0 or position <= choice.skip
         if not seen:
@@ -444,7 +444,7 @@ class StreamRenderer:
     def _suffix(
         self, choice: _StreamedChoice, logprobs: ChatLogprobs | TextLogprobs | None = None, reason: str | None = None
     ) -> bytes:
-        """What follows the text of an event."""
+        """The bytes of an event after its text."""
         suffix, chat = choice.suffix, self._state.is_chat
         shown = self._state.request.shown
         if shown.token_ids:
