@@ -211,6 +211,7 @@ class EngineLoop:
         self._returned_at = 0.0  # when the last step returned, by the clock; 0: none was in flight behind it
         self._step_s = 0.0  # that the last step without prompts took
         self._lead_s = LEAD_S  # from planning a step to the end of the one in flight
+        self._lead_is_all = False  # the step in flight is no longer than that: the next is planned at once
         self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
@@ -440,14 +441,19 @@ class EngineLoop:
         before, self._returned_at = self._returned_at, now if ahead_s is not None else 0.0
         if ahead_s is None:
             return
+        lead_is_all, self._lead_is_all = self._lead_is_all, False
         if waited:
             more_s = max(LEAD_SHARE * (AHEAD_S - ahead_s), -LATE_S / 4) if ahead_s else LATE_S
             self._lead_s = min(max(0.0, self._lead_s + more_s), MOST_LEAD_S)
+        elif lead_is_all and ahead_s > AHEAD_S + LEAST_WAIT_S:
+            # It was learned when steps or launches took longer; or from steps that vary, which must seldom be late.
+            self._lead_s -= LATE_S / 40
         if prompts or not before or not ahead_s:  # unknown how long a step took that had already ended
             return
         step_s, self._step_s = self._step_s, now - before
         wait_s = min(step_s, self._step_s, MOST_STEP_S) - self._lead_s  # the longer one may have been late
-        if wait_s > LEAST_WAIT_S:
+        self._lead_is_all = wait_s <= LEAST_WAIT_S
+        if not self._lead_is_all:
             self._waits_from, self._plan_at = now, now + wait_s
 
     def _flush(self, *, keep_events: bool = False) -> Flush | None:

@@ -367,6 +367,11 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
     assert waits()
     made.launch_s = 0.002  # more threads need the interpreter
     assert waits(80)[-1] == pytest.approx(0.006 - 0.002 - AHEAD_S, abs=1e-5)
+    made.step_s, made.launch_s = 0.02, 0.008
+    waits(80)
+    made.step_s, made.launch_s = 0.006, 0.0005  # fewer rows: a step takes less than it was planned ahead
+    assert loop._lead_s > made.step_s
+    assert waits(400)[-5:] == pytest.approx([0.006 - 0.0005 - AHEAD_S] * 5, abs=1e-5)
 
 
 @pytest.mark.parametrize("step_s", [0.012, 0.0045, 0.002])
