@@ -101,21 +101,20 @@ def _capped(scores, scale, softcap, CAPPED: tl.constexpr):
     return scores * (scale * 1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["rows", "most", "target"])
+@triton.jit(do_not_specialize=["rows", "most", "target", "splits"])
 def divide(
-    positions, shares, rows, most, target,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, ROWS_P: tl.constexpr, ITEMS: tl.constexpr,
+    positions, shares, rows, most, target, splits, TILE: tl.constexpr, ROWS_P: tl.constexpr, ITEMS: tl.constexpr
 ):  # fmt: skip
     """Divide the keys of all rows into items of equal size, so that a long row among short ones does not take longest.
 
     Program (part of the items). ``shares``, for ``decode``: the tiles of an item; the row of each of ``most`` items,
-    -1: there is no such item; the first item of each row. A row has ``SPLITS`` items at most, all rows together
+    -1: there is no such item; the first item of each row. A row has ``splits`` items at most, all rows together
     ``target`` and one for each row.
     """
     numbers = tl.arange(0, ROWS_P)
     known = numbers < rows
     tiles = tl.cdiv(tl.load(positions + numbers, mask=known, other=-1) + 1, TILE)
-    size = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), tl.cdiv(tl.max(tiles, 0), SPLITS)), 1)
+    size = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), tl.cdiv(tl.max(tiles, 0), splits)), 1)
     counts = tl.where(known, tl.maximum(tl.cdiv(tiles, size), 1), 0)
     ends = tl.cumsum(counts, 0)
     items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)

@@ -247,8 +247,8 @@ class PagedAttention:
         padded = next_power_of_2(rows)
         items = max(1, COMPARED // padded)
         attend.divide[(-(-found.most // items),)](
-            positions, shares, rows, found.most, found.target,
-            TILE=tile, SPLITS=found.splits, ROWS_P=padded, ITEMS=items, num_warps=4,
+            positions, shares, rows, found.most, found.target, found.splits,
+            TILE=tile, ROWS_P=padded, ITEMS=items, num_warps=4,
         )  # fmt: skip
         return found
 
