@@ -26,6 +26,7 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.core.blocks import HostCache
 from penstock.workers.engines.core.engine import ScheduledEngine
 from penstock.workers.engines.engine_protocol import SequenceRequest
+from penstock.workers.engines.native.build import HostPool, assemble, build
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.runners.token_runner import tier_costs
 from tests.gpu import beside
@@ -146,6 +147,8 @@ def main() -> None:
         "kv_offloading_size": 0.5 if given.demo else given.host_gib,
     }
     engine = made(given, NativeOptions(**sizes, device="cpu" if given.demo else "auto"))  # type: ignore[arg-type]
+    locked = [copier._locked for copier in (engine._copier, engine._row_copier) if isinstance(copier, HostPool)]
+    print(f"host memory: {sum(map(bool, locked))} of {len(locked)} pools have just their own bytes locked")
     try:
         blocks = engine.scheduler.blocks
         of_tiers(engine, tokens, vocab, 1 if given.demo else 5)
@@ -172,7 +175,6 @@ def main() -> None:
 
 
 def made(given: argparse.Namespace, options: NativeOptions) -> ScheduledEngine:
-    from penstock.workers.engines.native.build import assemble, build
     from penstock.workers.engines.native.model.loading import describe
 
     if given.demo:

@@ -5,6 +5,7 @@ The pool of offloaded KV blocks in host memory.
 The engine of an encode worker: vision tower, projector and embeddings, without the language model.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -73,10 +74,7 @@ class HostPool:
         self.slots = slots
         size, dtype = (slots, *pool.data.shape[1:]), pool.data.dtype
         try:
-            if self._device.type == "cuda":  # page-locked, so that copies are asynchronous
-                self._data = torch.zeros(size, dtype=dtype, pin_memory=True)
-            else:
-                self._data = zeros(size, dtype, torch.device("cpu"))
+            self._data, self._locked = (_page_locked if self._device.type == "cuda" else _pageable)(size, dtype)
         except (OSError, RuntimeError) as error:
             raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
         self._bytes = self._data.view(torch.uint8).reshape(slots, pool.block_bytes).numpy()
@@ -139,8 +137,34 @@ class HostPool:
         self.load_s = seconds if not self.load_s else 0.8 * self.load_s + 0.2 * seconds
 
     def close(self) -> None:
+        if self._locked:
+            with contextlib.suppress(RuntimeError):  # the device is lost
+                self.ready()()
+            torch.cuda.cudart().cudaHostUnregister(self._locked)  # type: ignore[no-untyped-call]
+            self._locked = 0
         self._pool, self._data = None, torch.empty(0)
         del self._bytes
+
+
+def _pageable(size: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    return zeros(size, dtype, torch.device("cpu")), 0
+
+
+def _page_locked(size: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Zeros with which copies are asynchronous, and the address that was locked for that; 0: by torch, which takes the
+    next power of two of bytes (pytorch issue 150517).
+
+    Raises:
+        OSError, RuntimeError: there is no memory for it.
+    """
+    data = zeros(size, dtype, torch.device("cpu"))
+    if data.nbytes:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(cudart.cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0:
+            return data, data.data_ptr()
+        with contextlib.suppress(RuntimeError):  # else the next kernel would raise this error
+            torch.ones(1, device="cuda")
+    return torch.zeros(size, dtype=dtype, pin_memory=True), 0
 
 
 DISK_HOST_GIB = 1.0  # of host memory, through which blocks go to files and come back

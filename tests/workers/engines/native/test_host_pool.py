@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from penstock.workers.engines.engine_protocol import EngineError
-from penstock.workers.engines.native.build import build
+from penstock.workers.engines.native.build import _page_locked, build
 from penstock.workers.engines.native.model.options import NativeOptions
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
 
@@ -32,6 +34,26 @@ def test_prompts_that_left_the_pool_are_found_again_with_their_kv(name: str, mod
     answer = [output.token for result in results for output in result.outputs]
     assert answer == expected(directory, prompt(60, 0), 20)
     assert native.stats().loaded_blocks > 0
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_page_locked_memory_has_the_bytes_that_were_asked_for(registers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would take the next power of two; it does so where a range cannot be registered."""
+    taken, made = list[tuple[int, int, int]](), torch.zeros
+
+    def register(address: int, size: int, flags: int) -> int:
+        taken.append((address, size, flags))
+        return 0 if registers else 801
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "zeros", lambda size, *, dtype, pin_memory=False: made(size, dtype=dtype))
+    monkeypatch.setattr(torch, "ones", lambda size, *, device: None)
+    data, locked = _page_locked((3, 5, 7), torch.bfloat16)
+    assert data.shape == (3, 5, 7)
+    assert not data.any()
+    assert taken[0][1:] == (3 * 5 * 7 * 2, 0)
+    assert locked == (taken[0][0] if registers else 0)
+    assert (data.data_ptr() == taken[0][0]) == registers
 
 
 def test_kv_of_other_weights_is_not_found_in_host_memory(model_dir: Callable[[str], Path]) -> None:
