@@ -30,8 +30,10 @@ SIZE, STOP = 4, 4
 class Verifier(PoolMemory):
     """Draws behind each proposed token what follows it, from KV that must be of these very tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
         super().__init__(MockExecutor(WORDS, 1, speedup=0), SIZE, ROOT)
+        self.window = window
+        self.rows: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def execute(self, plan: list[ScheduledSequence], scoring: Seq[ScheduledSequence] = ()) -> list[Sampled]:
         self.plans.append(plan)
@@ -46,6 +48,12 @@ class Verifier(PoolMemory):
                     assert self.content.get(place) == tuple(tokens[: position + 1]), "attends to other KV"
                 else:
                     self.content[place] = tuple(tokens[: position + 1])
+            for position in range(max(0, start + 1 - self.window), start + count) if self.window else ():
+                place = (sequence.rows[position // SIZE], position % SIZE)
+                if position < start:
+                    assert self.rows.get(place) == tuple(tokens[: position + 1]), "attends to another row"
+                else:
+                    self.rows[place] = tuple(tokens[: position + 1])
             for known in range(len(sequence.tokens), len(tokens) + 1) if samples else ():
                 (token,) = expected_tokens(tokens[:known], 1, WORDS)
                 asked = sequence.sampling.logprobs is not None
@@ -86,19 +94,24 @@ class Rig:
         no_evict: bool = False,
         slots: int = 0,
     ) -> None:
-        host = HostCache(slots) if slots and prefix_cache else None
+        self.memory, self.mirror = Verifier(window), Mirror()
+        pools = [self.memory.content, self.memory.rows][: 1 + (window > 0)] if slots and prefix_cache else []
+        host, row_host = [*(HostCache(slots) for _ in pools), None, None][:2]
+        copier, row_copier = [*map(Copier, pools), None, None][:2]
         self.manager = BlockManager(blocks, prefix_cache=prefix_cache, host=host)
         rows = (window - 2) // SIZE + 4
-        self.windows = WindowRows(self.manager, rows, block_size=SIZE, window=window, only=False) if window else None
+        self.windows = None
+        if window:
+            self.windows = WindowRows(self.manager, rows, block_size=SIZE, window=window, only=False, host=row_host)
         config = SchedulerConfig(
             block_size=SIZE, max_running=4, max_batched_tokens=budget, max_model_len=200, no_evict=no_evict
         )
         self.scheduler = Scheduler(self.manager, config, self.windows)
         info = EngineInfo("mock", SIZE, blocks, 4, 200, 6, (), True)
-        self.memory, self.mirror = Verifier(), Mirror()
         speculation = Speculator(drafter, tokens) if drafter is not None else None
-        copier = Copier(self.memory.content) if host is not None else None
-        self.engine = ScheduledEngine(info, self.scheduler, self.memory, speculation=speculation, copier=copier)
+        self.engine = ScheduledEngine(
+            info, self.scheduler, self.memory, speculation=speculation, copier=copier, row_copier=row_copier
+        )
 
     def step(self) -> StepResult:
         result = self.engine.step()
@@ -197,7 +210,7 @@ def test_outputs_are_those_without_speculation(
     slots: int,
     requests: list[tuple[int, int, int, int]],
 ) -> None:
-    """Also with host memory, to which blocks go that proposals take."""
+    """Also with host memory, to which blocks and rows go that proposals take."""
     options = {"blocks": blocks, "budget": budget, "prefix_cache": prefix_cache, "no_evict": no_evict, "slots": slots}
     found = []
     for drafter in (None, Guess(seed, wrong), NgramDrafter(1, 3)):
