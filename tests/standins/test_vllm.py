@@ -39,7 +39,8 @@ def test_it_is_described_by_what_adapters_use() -> None:
     assert found["SamplingParams"]["max_tokens"] == 16
     assert found["KVTransferConfig"]["kv_load_failure_policy"] == "fail"
     assert "VLLMServerError" in found["GenerationError"]
-    assert bytes.fromhex(found["BlockStored"]["<wire>"]).startswith(b"\x93\xcb")
+    time, (stored, *_), rank = found["BlockStored"]["<wire>"]
+    assert (time, stored["type"], rank) == (1.0, "BlockStored", 3)
     other = {name: dict(fields) for name, fields in found.items()}
     assert differences(found, other) == []
     del other["AsyncLLM.generate"]["request_id"]

@@ -103,12 +103,12 @@ def _plain(value: Any) -> Any:
     return _UNKNOWN
 
 
-def _wire() -> str:
-    """The bytes of one event of each kind."""
+def _wire() -> Any:
+    """One event of each kind, as it is read. Its bytes depend on the number of a struct's fields, which may grow."""
     events: Any = importlib.import_module("vllm.distributed.kv_events")
     stored = events.BlockStored([b"h"], None, [1, 2], 2, None, "GPU", None, [("salt",)], 0)
     batch = events.KVEventBatch(1.0, [stored, events.BlockRemoved([7], "GPU", 0), events.AllBlocksCleared()], 3)
-    return msgspec.msgpack.encode(batch).hex()
+    return msgspec.to_builtins(msgspec.msgpack.decode(msgspec.msgpack.encode(batch)))
 
 
 def load(text: str) -> Description:

@@ -3,11 +3,11 @@
 There is one ``EventTranslator`` per publisher (data-parallel rank): block hashes become our block names, from tokens
 and parents. ``PublishedFormat`` reads vLLM's and SGLang's events (TensorRT-LLM's: ``trtllm/kv_events``). Where a block
 belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of
-every block. With a draft head, SGLang's blocks have pairs of a token and the next one; blocks with one name can then
-differ in what follows, and the name is removed with the last of them. vLLM may keep two copies of a block and reports
-each; here the block is removed with the first of them, so that a router sees fewer blocks than there are, never
-more. A block that cannot be named for certain (unknown parent, another block size, media without a digest of ours) is
-left out.
+every block. With a draft head, SGLang's blocks have pairs of a token and the next one, and the hashes of vLLM 0.33
+cover the tokens and media behind a block that the head reads; blocks with one name can then differ in what follows, and
+the name is removed with the last of them. vLLM may keep two copies of a block and reports each; here the block is
+removed with the first of them, so that a router sees fewer blocks than there are, never more. A block that
+cannot be named for certain (unknown parent, another block size, media without a digest of ours) is left out.
 
 Announced blocks are closed towards the front, as routers expect: a device block is visible while it and all its
 ancestors are in device memory. A block that is stored below a missing parent stays hidden until the parent is stored
@@ -360,7 +360,7 @@ class PublishedFormat:
             return None
         if salts:
             above = bytes.fromhex(salts[0])
-        within = b"".join(bytes.fromhex(each[0]) for each in media)
+        within = b"".join(bytes.fromhex(digest) for digest, start in media if start < self._block_size)
         return block_hashes.extend(above, array("I", tokens).tobytes(), within)
 
 
@@ -374,7 +374,7 @@ def _removed(event: Mapping[str, Any], blocks: EventTranslator) -> None:
 
 
 def _is_medium(key: Any) -> bool:
-    """Whether it is (digest of a medium in hexadecimal, where it begins in the block)."""
+    """Whether it is (digest of a medium in hexadecimal, where it begins, in tokens from the block's first one)."""
     return isinstance(key, list | tuple) and len(key) == 2 and isinstance(key[0], str) and len(key[0]) == _MEDIUM
 
 

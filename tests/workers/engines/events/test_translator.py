@@ -68,6 +68,21 @@ def test_blocks_of_pairs_have_the_names_of_their_first_tokens() -> None:
     assert (translator.counts.malformed, translator.names) == (0, 1)
 
 
+def test_media_behind_a_block_are_not_in_its_name() -> None:
+    """vLLM 0.33 with a draft head: a hash covers the tokens and media that the head reads behind its block."""
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
+    digest = bytes(range(32))
+    extra = block_hashes.media_extra([(4, 4, digest)], SIZE)
+    expected = block_hashes.split(block_hashes.chain(pack_tokens(TOKENS), SIZE, ROOT, extra))
+    extras = [[[digest.hex(), SIZE]], [[digest.hex(), 0]], None]
+    more: dict[str, Any] = {"extra_keys": extras, "lookahead_token_ids": [[104], [108], [7]]}
+    assert translator.feed([stored([1, 2, 3], TOKENS, **more)]) == [Stored(b"".join(expected))]
+    other: dict[str, Any] = {"extra_keys": [None], "lookahead_token_ids": [[8]]}
+    assert translator.feed([stored([4], TOKENS[8:], parent=2, **other)]) == []
+    assert translator.feed([removed(3)]) == []
+    assert translator.feed([removed(4)]) == [Removed(expected[2])]
+
+
 def test_a_salt_is_the_root_of_its_tenant_s_names() -> None:
     translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     found = translator.feed([stored([1, 2], TOKENS[:8], extra_keys=[[TENANT.hex()], None])])
