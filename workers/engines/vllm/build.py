@@ -43,6 +43,7 @@ log = structlog.get_logger("engine")
 
 WARM_UP_TOKENS = 2  # fewer than a block
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
+ANY_NODE = "VLLM_CPU_SIM_MULTI_NUMA"  # set, also to 0: ranks may use all NUMA nodes
 OWN_ADDRESS = "VLLM_HOST_IP"  # where the ranks of other machines reach this one
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
@@ -161,6 +162,8 @@ def arguments(
         variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     if api.cpu:
         wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, user_args))
+        if ranks > 1 and cpu_processes(wanted, user_args) > budgets.numa_nodes():
+            variables[ANY_NODE] = os.environ.get(ANY_NODE, "0")  # 0.33 gives each data-parallel rank a node of its own
     resolved = resolve(wanted, user_args, api.arguments)
     if resolved.moves:
         if not api.nixl():
@@ -251,9 +254,13 @@ def on_device(settings: WorkerSettings, cpu: bool) -> dict[str, str]:
 
 def cpu_bytes(wanted: VllmSettings, given: Tree) -> int:
     """Bytes of the KV cache of one engine process. Each takes memory of one NUMA node, by default nearly all of it."""
-    tensor = given.get("tensor_parallel_size") or wanted.worker.tensor_parallel_size or 1
-    processes = tensor * (given.get("data_parallel_size") or 1)
-    return max(1, budgets.share(budgets.free_bytes() // max(budgets.numa_nodes(), processes)))
+    return max(1, budgets.share(budgets.free_bytes() // max(budgets.numa_nodes(), cpu_processes(wanted, given))))
+
+
+def cpu_processes(wanted: VllmSettings, given: Tree) -> int:
+    """Number of the engine's processes that compute."""
+    tensor: int = given.get("tensor_parallel_size") or wanted.worker.tensor_parallel_size or 1
+    return tensor * (given.get("data_parallel_size") or 1)
 
 
 def warm_up(llm: Any, api: VllmApi, loop: LoopThread) -> None:

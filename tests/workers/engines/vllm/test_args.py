@@ -1,9 +1,11 @@
 """Arguments of vLLM: ours, the user's, and what is refused."""
 
 import itertools
+import json
 import runpy
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
+from penstock.infra.model import modeldir
 from penstock.workers.engines import budgets
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.vllm.args import (
@@ -23,8 +26,9 @@ from penstock.workers.engines.vllm.args import (
     resolve,
     transfer,
 )
-from penstock.workers.engines.vllm.build import cpu_bytes, on_device, side_channel, wanted_of
+from penstock.workers.engines.vllm.build import ANY_NODE, arguments, cpu_bytes, on_device, side_channel, wanted_of
 from tests import standins
+from tests.workers.engines.contract import MODEL
 
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
 NIXL = {
@@ -196,6 +200,25 @@ def test_processes_on_cpus_share_what_is_free_and_leave_most_of_it(monkeypatch: 
     assert cpu_bytes(wanted(), {"tensor_parallel_size": 2}) == budgets.GIB // 2
     monkeypatch.setattr(budgets, "free_bytes", lambda: 1 << 50)
     assert cpu_bytes(wanted(), {}) == budgets.CPU_LIMIT_BYTES
+
+
+def test_data_parallel_ranks_may_use_all_numa_nodes_where_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM 0.33 gives each rank a node, and one that gets none does not start."""
+    monkeypatch.setattr(budgets, "numa_nodes", lambda: 2)
+    monkeypatch.delenv(ANY_NODE, raising=False)
+    api: Any = SimpleNamespace(cpu=True, arguments=FIELDS)
+
+    def variables(given: dict[str, int]) -> dict[str, str]:
+        settings = msgspec.structs.replace(WORKER, block_size=32, override_engine_args=json.dumps(given))
+        return arguments(settings, api, modeldir.load(MODEL), tmp_path, constraints=False)[1]
+
+    assert variables({"data_parallel_size": 3}) == {ANY_NODE: "0"}
+    assert variables({"data_parallel_size": 2, "tensor_parallel_size": 2}) == {ANY_NODE: "0"}
+    assert variables({"data_parallel_size": 2}) == variables({"tensor_parallel_size": 4}) == {}
+    monkeypatch.setenv(ANY_NODE, "1")
+    assert variables({"data_parallel_size": 3}) == {ANY_NODE: "1"}
 
 
 def test_all_problems_are_reported_at_once() -> None:
