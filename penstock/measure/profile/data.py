@@ -51,6 +51,18 @@ class Setup(Struct, frozen=True, kw_only=True):
     max_batch: int
     up: str = ""
 
+    def decode_point(self, isl: int, concurrency: int, itl_ms: float) -> "DecodePoint":
+        """Of ``concurrency`` requests at once with prompts of ``isl`` tokens, in the middle of their answers."""
+        context = isl + self.osl / 2
+        return DecodePoint(
+            isl=isl,
+            concurrency=concurrency,
+            kv_usage=round(min(1.0, context * concurrency / self.max_kv_tokens), 5),
+            context=context,
+            itl_ms=round(itl_ms, 4),
+            throughput=round(concurrency / itl_ms * 1e3 / self.gpus, 3),
+        )
+
 
 class Prefill(Struct, frozen=True):
     """One entry per prompt length: tokens, TTFT in ms, prompt tokens per second and GPU."""
@@ -104,7 +116,7 @@ class DecodePoint(Struct, frozen=True, kw_only=True):
 
     isl: int
     concurrency: int
-    kv_usage: float
+    kv_usage: float  # share of the KV cache, 0 to 1
     context: float
     itl_ms: float
     throughput: float
@@ -283,11 +295,6 @@ def kv_tokens(max_batch: int, isl: int, osl: int) -> int:
 def prefill_throughput(isl: int, ttft_ms: float, gpus: int, attention_dp: int = 1) -> float:
     """Prompt tokens per second and GPU, one prompt on each rank at a time."""
     return isl / (ttft_ms / 1e3) / gpus * attention_dp
-
-
-def kv_usage(context: float, concurrency: int, max_kv_tokens: int) -> float:
-    """Share of the KV cache, 0 to 1."""
-    return min(1.0, context * concurrency / max_kv_tokens)
 
 
 def ttft_of(records: Sequence[RequestRecord]) -> float | None:

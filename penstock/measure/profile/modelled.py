@@ -6,17 +6,7 @@ worker does. HTTP, NATS and Python add to the times of a real deployment; ``pens
 
 from collections.abc import Callable, Iterable
 
-from penstock.measure.profile.data import (
-    RESERVE,
-    Decode,
-    DecodePoint,
-    Prefill,
-    Profile,
-    Setup,
-    concurrencies,
-    kv_usage,
-    prefill_throughput,
-)
+from penstock.measure.profile.data import RESERVE, Decode, Prefill, Profile, Setup, concurrencies, prefill_throughput
 from penstock.measure.simulation.engine import MAX_SEQUENCES, EngineSequence, SimulatedEngine, decode_ns
 
 BLOCKS, BLOCK_SIZE = 16_384, 32  # as a mock worker's
@@ -44,17 +34,7 @@ def modelled(
         throughput = prefill_throughput(isl, ttft, setup.gpus, setup.attention_dp)
         prefill = prefill.added(isl, round(ttft, 4), round(throughput, 3))
     for isl, level in levels:
-        context = isl + setup.osl / 2
-        itl = itl_ms(level, context)
-        point = DecodePoint(
-            isl=isl,
-            concurrency=level,
-            kv_usage=round(kv_usage(context, level, setup.max_kv_tokens), 5),
-            context=context,
-            itl_ms=round(itl, 4),
-            throughput=round(level / itl * 1e3 / setup.gpus, 3),
-        )
-        decode = decode.added(point)
+        decode = decode.added(setup.decode_point(isl, level, itl_ms(level, isl + setup.osl / 2)))
     return Profile(setup=setup, url=url, prefill=prefill, decode=decode)
 
 

@@ -30,7 +30,6 @@ from penstock.measure.profile.data import (
     SHORTEST,
     BadProfile,
     Decode,
-    DecodePoint,
     Prefill,
     Profile,
     Setup,
@@ -38,7 +37,6 @@ from penstock.measure.profile.data import (
     concurrencies,
     decode_lengths,
     kv_tokens,
-    kv_usage,
     load,
     prefill_lengths,
     prefill_throughput,
@@ -155,15 +153,7 @@ class Profiler:
         if itl is None:
             self._warn(f"{at}: the requests did not all decode at once; no figure, and no higher concurrency")
             return False
-        context = isl + setup.osl / 2
-        point = DecodePoint(
-            isl=isl,
-            concurrency=concurrency,
-            kv_usage=round(kv_usage(context, concurrency, setup.max_kv_tokens), 5),
-            context=context,
-            itl_ms=round(itl, 4),
-            throughput=round(concurrency / itl * 1e3 / setup.gpus, 3),
-        )
+        point = setup.decode_point(isl, concurrency, itl)
         self.profile = msgspec.structs.replace(self.profile, decode=self.profile.decode.added(point))
         self._say(f"{at}  KV {point.kv_usage:6.1%}  ITL {itl:7.2f} ms  {point.throughput:10,.0f} tokens/s per GPU")
         return True
@@ -415,11 +405,7 @@ def endpoint_of(settings: EndpointProfileSettings) -> SweptEndpoint:
     name = "endpoint"
     metrics = [f"{name}={url}" for url in settings.metrics]
     (endpoint,) = parse_endpoints(
-        [f"{name}={settings.endpoint}"],
-        metrics,
-        (settings.gpus,),
-        api_key=settings.api_key,
-        insecure=settings.insecure,
+        [f"{name}={settings.endpoint}"], metrics, (settings.gpus,), api_key=settings.api_key, insecure=settings.insecure
     )
     return endpoint
 

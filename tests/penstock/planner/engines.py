@@ -1,6 +1,6 @@
 """Engines with known times, for planners under test."""
 
-from penstock.measure.profile.data import Decode, DecodePoint, Prefill, Profile, Setup
+from penstock.measure.profile.data import Decode, Prefill, Profile, Setup
 from penstock.planner.capacity import EngineTiming
 
 OSL = 200
@@ -19,21 +19,12 @@ def engine(
     prefill, decode = Prefill(), Decode(max_kv_tokens=kv_tokens)
     for isl in (100, 8000):
         prefill = prefill.added(isl, prefill_ms * isl / 1e3, 1e6 / prefill_ms / gpus)
-    for isl in (100, 8000):
-        context = isl + OSL / 2
-        for concurrency in (1, 24, 48):
-            itl = step_ms + growth_ms * context * concurrency / 1e3
-            point = DecodePoint(
-                isl=isl,
-                concurrency=concurrency,
-                kv_usage=min(1.0, context * concurrency / kv_tokens),
-                context=context,
-                itl_ms=itl,
-                throughput=concurrency / itl * 1e3 / gpus,
-            )
-            decode = decode.added(point)
     setup = Setup(
         model="m", api="chat", gpus=gpus, attention_dp=1, osl=OSL, max_context=8200, max_kv_tokens=kv_tokens,
         max_batch=max_batch,
     )  # fmt: skip
+    for isl in (100, 8000):
+        for concurrency in (1, 24, 48):
+            itl = step_ms + growth_ms * (isl + OSL / 2) * concurrency / 1e3
+            decode = decode.added(setup.decode_point(isl, concurrency, itl))
     return EngineTiming(Profile(setup=setup, url="", prefill=prefill, decode=decode))

@@ -14,15 +14,7 @@ SETUP = Setup(
 
 
 def point(isl: int, concurrency: int) -> DecodePoint:
-    context = isl + 250.0
-    return DecodePoint(
-        isl=isl,
-        concurrency=concurrency,
-        kv_usage=concurrency * context / 100_000,
-        context=context,
-        itl_ms=5.0 + concurrency,
-        throughput=1e3 * concurrency / (5.0 + concurrency),
-    )
+    return SETUP.decode_point(isl, concurrency, 5.0 + concurrency)
 
 
 def test_points_come_back_in_order_whatever_was_measured_first(tmp_path: Path) -> None:
