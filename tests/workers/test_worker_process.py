@@ -21,6 +21,7 @@ from penstock.infra.model.modeldir import TINY, ModelError
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import control, fleet, wire
 from penstock.schemas.jobs import Candidate, Decision, Job, Revoke, Stage
+from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish
 from penstock.workers.engines.engine_protocol import Engine, NodeLost
@@ -100,9 +101,25 @@ class Served:
         await eventually(lambda: found() or self.task.done())
         return found()
 
+    async def streaming(self, worker: str, max_tokens: int = 8) -> GenerateRequest:
+        """A request that the engine holds after its first token."""
+        self.engine.hold()
+        asked = request(model=MODEL, max_tokens=max_tokens)
+        await self.log.send_job(worker, asked)
+        self.engine.allow(1)
+        await self.log.has_streamed(asked)
+        return asked
+
     async def status(self) -> int:
         self.engine.resume()
         return await asyncio.wait_for(self.task, 20)
+
+    async def drain(self, worker: str) -> None:
+        """End the process in good order."""
+        subject = self.log.bus.subjects.control(worker)
+        reply = await self.log.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
+        assert control.decode_ok(reply.data) == control.Ok()
+        assert await self.status() == EXIT_OK
 
 
 async def test_a_broken_engine_ends_the_process_in_good_order(
@@ -133,11 +150,7 @@ async def test_a_lost_machine_ends_the_process_and_blames_no_request(
     held = engine(max_running=1)
     served = Served(broker, log, held, monkeypatch)
     worker = await served.registered()
-    held.hold()
-    running = request(model=MODEL)
-    await log.send_job(worker, running)
-    held.allow(1)
-    await log.has_streamed(running)
+    running = await served.streaming(worker)
     served.worker.engine_failed(NodeLost("node 1 of 2 has ended"))
     event = await log.handed_back(running)
     assert await served.status() == EXIT_ENGINE
@@ -165,15 +178,8 @@ async def test_a_drain_order_is_answered_and_ends_the_process(
     held = engine()
     served = Served(broker, log, held, monkeypatch)
     worker = await served.registered()
-    held.hold()
-    asked = request(model=MODEL)
-    await log.send_job(worker, asked)
-    held.allow(1)
-    await log.has_streamed(asked)
-    subject = log.bus.subjects.control(worker)
-    reply = await log.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
-    assert control.decode_ok(reply.data) == control.Ok()
-    assert await served.status() == EXIT_OK
+    asked = await served.streaming(worker)
+    await served.drain(worker)
     assert ids((await log.end(asked)).choices[0].tokens) == answer(asked)
     await eventually(lambda: log.registrations[-1] == (worker, None))
     assert held.closes == 1
@@ -209,17 +215,12 @@ async def test_a_cancel_message_reaches_the_session(
     held = engine()
     served = Served(broker, log, held, monkeypatch)
     worker = await served.registered()
-    held.hold()
-    asked = request(model=MODEL, max_tokens=500)
-    await log.send_job(worker, asked)
-    held.allow(1)
-    await log.has_streamed(asked)
+    asked = await served.streaming(worker, max_tokens=500)
     await log.bus.nc.publish(log.bus.subjects.cancel, wire.encode(control.Cancel(asked.id, "gone")))
     await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.DumpKv(1)), timeout=5)
     held.resume()
     assert (await log.end(asked)).code == "cancelled"
-    await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
-    assert await served.status() == EXIT_OK
+    await served.drain(worker)
 
 
 async def test_jobs_of_a_whole_process_reach_its_handler_by_the_short_way(
@@ -247,8 +248,7 @@ async def test_jobs_of_a_whole_process_reach_its_handler_by_the_short_way(
     await log.send_job(worker, again)
     assert (await log.end(again)).worker == worker
     assert len(taken) == 1
-    await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
-    assert await served.status() == EXIT_OK
+    await served.drain(worker)
 
 
 async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
@@ -257,11 +257,7 @@ async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
     held = engine()
     served = Served(broker, log, held, monkeypatch)
     old = await served.registered()
-    held.hold()
-    asked = request(model=MODEL, max_tokens=500)
-    await log.send_job(old, asked)
-    held.allow(1)
-    await log.has_streamed(asked)
+    asked = await served.streaming(old, max_tokens=500)
     said = len(log.batches)
     session = served.worker.session
     assert session is not None
@@ -284,8 +280,7 @@ async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
     assert {batch.worker for batch in log.batches[said:]} == {new}
     assert not log.ends(asked)
     assert not log.returned
-    await log.bus.nc.request(log.bus.subjects.control(new), wire.encode(control.Drain()), timeout=5)
-    assert await served.status() == EXIT_OK
+    await served.drain(new)
     assert held.closes == 1
 
 
