@@ -1,8 +1,8 @@
 """A real nats-server, and a namespace of its own for every test that uses it.
 
 Use ``broker`` for a shared server, ``subjects`` for a fresh namespace, ``nc`` for an operator's connection,
-``connect`` for one of another role, ``pipeline`` for a namespace whose streams exist, and ``make_broker`` for a
-server that the test may kill.
+``connect`` for one of another role, ``bus`` or ``pipeline`` for a namespace whose streams exist, and ``make_broker``
+for a server that the test may kill.
 """
 
 import asyncio
@@ -23,11 +23,13 @@ import structlog
 from nats.aio.client import Client
 
 from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects, inbox_prefix
 from tests import properties
+from tests.infra.bus.support import opened
 
 properties.register()
 os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for every deployment that is started
@@ -226,6 +228,13 @@ async def connect() -> AsyncIterator[Connect]:
 async def nc(broker: EmbeddedNats, connect: Connect) -> Client:
     """An operator's connection to the shared server."""
     return await connect(broker)
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    """An operator's bus in a fresh namespace with all its streams."""
+    async with opened(broker, subjects) as bus:
+        yield bus
 
 
 @pytest.fixture

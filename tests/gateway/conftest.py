@@ -4,12 +4,10 @@ from pathlib import Path
 import pytest
 
 from penstock.gateway.base.request_bodies import PrepareContext
-from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir, load
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
 from tests.gateway.nats.support import Running, gateway_on
-from tests.infra.bus.support import opened
 from tests.tiny_model import write
 
 
@@ -27,12 +25,6 @@ def context(model: ModelDir) -> PrepareContext:
 def long_context(tmp_path_factory: pytest.TempPathFactory) -> PrepareContext:
     path: Path = write(tmp_path_factory.mktemp("model") / "long", max_len=200_000)
     return PrepareContext(load(path), ("tiny",), "gw1")
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.fixture

@@ -2,23 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
 from penstock.gateway.admission import queues
 from penstock.gateway.admission.queues import StoreCheck
 from penstock.infra.bus.connection import Bus
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import ServingError
-from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import eventually, opened
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
+from tests.infra.bus.support import eventually
 
 
 @pytest.fixture(autouse=True)

@@ -33,24 +33,15 @@ from penstock.infra.model import video
 from penstock.infra.model.modeldir import MODELS, Vision, load
 from penstock.infra.model.patch_grid import patch_grid
 from penstock.infra.model.video import VideoFacts
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.subjects import Subjects
 from tests.demo_model import vision as pictures
 from tests.demo_model.evaluate import messages_of
 from tests.gateway.media.support import Site, chat_body, data_url, image
 from tests.gateway.media.test_image_header import picture, png
-from tests.infra.bus.support import opened
 from tests.workers.engines.native.qwen_vl import film
 
 VISION = Vision("<image>", 1279, 64, 8)
 PNG = picture(40, 30, "PNG")
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.fixture

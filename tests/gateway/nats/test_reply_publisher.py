@@ -19,12 +19,6 @@ from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "INTEREST_S", 0.3)

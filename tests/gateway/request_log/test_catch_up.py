@@ -31,12 +31,6 @@ from tests.infra.nats_server.support import lose_end
 GATEWAY = "gone"
 
 
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
 class Worker:
     """Writes tokens of several requests to one gateway's stream: token k of each has the id k."""
 

@@ -16,23 +16,15 @@ from penstock.gateway.request_log.subscriptions import TokenSubscription
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import done, wire
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import MEMORY, Subjects
+from penstock.schemas.subjects import MEMORY
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from penstock.schemas.wire import pack_tokens
 from tests.gateway.request_log.test_inflight import request_of, tokens_of
-from tests.infra.bus.support import opened
 
 GATEWAY = "mine"
 TOKENS = pack_tokens(range(5))
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 class Ended:

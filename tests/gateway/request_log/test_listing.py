@@ -1,7 +1,6 @@
 """Listing requests on a real broker: each one once, in pages of any size, whatever became of it."""
 
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,26 +12,18 @@ from penstock.gateway.request_log.lookup import Records
 from penstock.gateway.request_log.subscriptions import TokenSubscription
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests.inspection import inspect
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria
 from penstock.schemas.tokens import TokenBatch, TokenItem
 from penstock.schemas.wire import encode, pack_tokens
-from tests.infra.bus.support import eventually, opened
+from tests.infra.bus.support import eventually
 from tests.penstock.log_tools.requests.support import accept, assign, end
 
 ALL = Criteria()
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 async def none_yet(request: GenerateRequest) -> control.Progress:

@@ -1,7 +1,6 @@
 """Finding a request again: its content was in memory storage and is not there any more, or it was deleted."""
 
 import time
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -11,19 +10,11 @@ from penstock.gateway.request_log import lookup as lookups
 from penstock.gateway.request_log.lookup import Records, RequestFinder, RequestLookup
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory_storage import MemoryStreams
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import contents, deletions, done, requests, wire
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import new_request_id
-from penstock.schemas.subjects import HEADER_MSG_ID, KEPT, Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
 from tests.gateway.request_log.test_inflight import request_of
-from tests.infra.bus.support import opened
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.mark.parametrize(

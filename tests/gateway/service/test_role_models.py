@@ -1,4 +1,3 @@
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -7,14 +6,11 @@ import pytest
 from penstock.gateway.service import fleet
 from penstock.gateway.service.fleet import MAX_MODELS, RoleModels, ServedLately
 from penstock.infra.bus.connection import Bus
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import DIFFUSION, Diffuser, Registration, WorkerState
 from penstock.schemas.requests import EMBEDDING, new_request_id
-from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
 from tests.gateway.request_log.test_inflight import request_of
-from tests.infra.bus.support import opened
 
 MODEL = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
 
@@ -75,12 +71,6 @@ def test_the_number_of_models_is_bounded() -> None:
 
 
 # --- models of workers that a gateway has not seen ---
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 async def accepted(bus: Bus, model: str, endpoint: str) -> None:

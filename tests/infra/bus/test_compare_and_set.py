@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 from nats.aio.msg import Msg
@@ -10,15 +9,6 @@ from nats.errors import NoRespondersError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.jetstream import WRONG_LAST_SEQUENCE, compare_and_set
-from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import opened
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.mark.parametrize("code", [10008, 10158, 10164, 10167])

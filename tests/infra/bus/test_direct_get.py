@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,12 +25,6 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import eventually, opened
 from tests.infra.nats_server.support import lose_end
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 async def fill(bus: Bus, subject: str, count: int, size: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,6 @@ from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually, opened
 from tests.infra.nats_server.support import lose_end
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 class Follower:

@@ -10,19 +10,11 @@ from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory_storage import ContentReader, MemoryStreams
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.contents import REQUEST
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import eventually, opened
+from tests.infra.bus.support import eventually
 from tests.workers.support import request
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +19,6 @@ from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
 
 LIFE = 2 * 3600.0 + 300.0  # of the media bucket
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 def some(size: int, seed: int = 0) -> bytes:

@@ -20,12 +20,6 @@ from tests.infra.bus.support import eventually, opened
 
 
 @pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
 async def publisher(bus: Bus) -> AsyncIterator[Publisher]:
     publisher = Publisher(bus)
     await publisher.open()

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from tests.infra.bus.support import CONSUMER, delivered, eventually, make_consum
 from tests.infra.nats_server.support import lose_end
 
 SOON_S = HEARTBEAT_S / 2  # sooner than by any timer, also on a loaded machine
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 class Taker:

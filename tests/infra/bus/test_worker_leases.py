@@ -56,12 +56,6 @@ async def remove(bus: Bus, worker: str, revision: int) -> None:
 
 
 @pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
 async def watched(bus: Bus) -> AsyncIterator[Watched]:
     await register(bus, "early")
     watched = Watched(bus)

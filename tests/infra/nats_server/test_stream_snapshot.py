@@ -1,7 +1,6 @@
 """Snapshots of streams on a real nats-server."""
 
 import hashlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ from penstock.infra.nats_server.jetstream_api import (
     restore_snapshot,
     take_snapshot,
 )
-from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import opened
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 async def test_a_stream_larger_than_what_the_server_sends_ahead_comes_back_as_it_was(bus: Bus) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,10 @@ from penstock.operate.streams import run_list, run_set
 from penstock.schemas.fleet import Registration
 from penstock.schemas.routers import Member
 from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
-from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
-from tests.infra.bus.support import opened
 from tests.infra.nats_server.support import lose_store
 from tests.penstock.log_tools.requests.support import accept
 from tests.pipeline.support import Process
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 def where(bus: Bus, broker: EmbeddedNats) -> list[str]:

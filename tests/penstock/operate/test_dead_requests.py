@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -12,15 +11,8 @@ from penstock.operate.dead_requests import run
 from penstock.schemas import wire
 from penstock.schemas.done import Returned
 from penstock.schemas.requests import new_request_id
-from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
-from tests.infra.bus.support import opened
+from penstock.schemas.subjects import HEADER_MSG_ID
 from tests.penstock.log_tools.requests.support import accept, assign, end
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 def where(bus: Bus, broker: EmbeddedNats) -> list[str]:

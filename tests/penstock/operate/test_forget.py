@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,8 @@ from penstock.infra.bus.direct_get import read
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.forget import run
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
-from tests.infra.bus.support import opened
+from penstock.schemas.subjects import HEADER_MSG_ID
 from tests.penstock.log_tools.requests.support import accept, assign, end
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 async def forget(bus: Bus, broker: EmbeddedNats, *argv: str) -> int:

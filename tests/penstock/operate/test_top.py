@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import time
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -37,12 +36,6 @@ from penstock.schemas.summary import RequestSummary, State
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, end
 from tests.penstock.operate.support import holds
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 def summary(worker: str = "w-1", *, state: State = "done", prompt: int = 100, cached: int = 0, out: int = 10,

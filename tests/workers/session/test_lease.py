@@ -19,12 +19,6 @@ from penstock.workers.session.lease import TRUST_S, Lease
 from tests.infra.bus.support import eventually, opened
 
 
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "RENEW_S", 0.03)

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,11 @@ from penstock.schemas.kv import KvBatch, Stored
 from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
-from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end, stream
 from tests.pipeline.support import ROOT
 
 Run = Callable[..., Coroutine[Any, Any, int]]
 STREAMS = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV")
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.fixture

@@ -28,12 +28,6 @@ PICTURES = [random.Random(size).randbytes(size) for size in (100, object_store.C
 
 
 @pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
 async def other(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
     async with opened(broker, Subjects(subjects.namespace + "x")) as bus:
         yield bus

@@ -5,7 +5,7 @@ import datetime
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,19 +25,13 @@ from penstock.log_tools.sources.store_files import Raw
 from penstock.log_tools.timeline.read import read_timeline, stored_at
 from penstock.schemas.requests import Sampling
 from penstock.schemas.streams import ROUTER_ACK_WAIT_S
-from penstock.schemas.subjects import HEADER_MSG_ID, KEPT, Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID, KEPT
 from penstock.schemas.summary import Criteria, RequestSummary
 from penstock.schemas.wire import encode, pack_tokens
 from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end
 
 EVERYTHING = Criteria()
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 async def listed(bus: Bus, broker: EmbeddedNats, *flags: str) -> list[dict[str, object]]:

@@ -1,7 +1,6 @@
 """What ran beside a request, on a real nats-server: jobs and records with times that are known."""
 
 import io
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -9,25 +8,17 @@ from rich.console import Console
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get
-from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests.neighbours import counts_only, read_neighbours, show
 from penstock.log_tools.timeline.read import UnknownRequest, ids_of, only, read_timeline, times_of
 from penstock.schemas.done import Done, Outcome, Timings, Usage
 from penstock.schemas.jobs import Candidate, DecisionInputs, Stage
 from penstock.schemas.requests import GenerateRequest, time_of
-from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
+from penstock.schemas.subjects import HEADER_MSG_ID
 from penstock.schemas.wire import encode, pack_tokens
-from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept
 from tests.penstock.log_tools.traces import samples
 
 MS = 1_000_000
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 async def send(

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,16 +10,8 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests.tail import run
 from penstock.schemas.kv import KvBatch, Stored
 from penstock.schemas.requests import Media
-from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
-from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end, stream
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.fixture

@@ -58,12 +58,6 @@ class Sent:
 
 
 @pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
-
-
-@pytest.fixture
 def sent() -> Sent:
     return Sent()
 

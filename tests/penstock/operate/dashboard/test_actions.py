@@ -1,7 +1,7 @@
 """Terminating a request and sending one again from its page, on a real nats-server: with the operator's password."""
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
@@ -20,17 +20,9 @@ from penstock.operate.observe import Observer
 from penstock.schemas import audit, control, requests, wire
 from penstock.schemas.fleet import Registration
 from penstock.schemas.requests import GenerateRequest
-from penstock.schemas.subjects import Subjects
-from tests.infra.bus.support import opened
 from tests.penstock.log_tools.requests.support import accept, assign, end
 
 TOKEN = "secret-token"
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import contextlib
 import html
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,12 +45,6 @@ class Serving(NamedTuple):
     bus: Bus
     live: Live
     client: httpx.AsyncClient
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ import ssl
 import stat
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -69,12 +69,6 @@ from tests.penstock.log_tools.requests.support import accept, end
 from tests.penstock.log_tools.sources.test_cells import streams_of
 from tests.tls_support import DAYS, TlsNats, issue
 from tests.workers.support import dial
-
-
-@pytest.fixture
-async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
-    async with opened(broker, subjects) as bus:
-        yield bus
 
 
 @pytest.fixture
