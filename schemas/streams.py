@@ -62,7 +62,7 @@ class StreamSpec:
     queue: bool = False  # acknowledged messages are deleted, a full stream refuses more; fixed when it is created
     memory: bool = False  # never on a disk; a full stream refuses more; gone when a server without a cluster restarts
     description: str = ""
-    lasting: bool = False  # messages leave it by its limits only: nobody can delete one
+    lasting: bool = False  # messages leave it only by its limits: none can be deleted
     refuses: bool = False  # a full stream refuses more, rather than discard its oldest
     newest_only: bool = False  # a message replaces the one before on its subject
     messages: tuple[str, ...] = ()

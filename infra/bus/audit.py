@@ -46,7 +46,7 @@ _WATCHED = (
 
 
 async def broker_user(nc: Client) -> str:
-    """The user of this connection, as the broker knows it: also of one that logs in without a name.
+    """The name under which the broker lists the user of this connection, even if it logs in without a name.
 
     Raises:
         ServingError: it does not say.

@@ -1,8 +1,8 @@
 """The broker's time: one clock for a deployment whose machines disagree.
 
-A request's id, creation and deadline are compared with the times at which the broker stored messages, and at other
-machines. By a gateway's own clock that is ahead, a request lies where nobody looks for it; by a worker's, its deadline
-is over before it begins. Small differences are left: they are within ``CLOCK_SKEW_NS``, and time stays smooth.
+A request's id, creation and deadline are compared with the broker's storage times, and on other machines. With a
+gateway's clock that is ahead, look-ups by time would miss a request; with a worker's, its deadline would be over before
+it begins. Small differences are not corrected: they are within ``CLOCK_SKEW_NS``, and time stays smooth.
 """
 
 import asyncio

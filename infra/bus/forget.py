@@ -259,7 +259,7 @@ def _failed(stream: str, seq: int, why: str) -> ServingError:
 
 log = structlog.get_logger("bus")
 
-BATCH = 50  # the messages of a few seconds; they bring their prompts, so more would be megabytes that nobody reads
+BATCH = 50  # the messages of a few seconds; they include prompts, so more would be megabytes that are not read
 AHEAD_NS = 1_200_000_000_000  # by which the clock that made an id may have been ahead of the broker's
 NOTE_S = 5.0
 COUNTED_S = 5.0  # for the router that counts what requests used

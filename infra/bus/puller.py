@@ -175,7 +175,7 @@ class PullWindow:
 
 
 def pull_request(batch: int, expires_s: float = EXPIRES_S) -> bytes:
-    """The body of a request for ``batch`` messages; heartbeats only if it lives longer than one takes to be missed."""
+    """The body of a request for ``batch`` messages; heartbeats only if it lasts long enough to miss one."""
     expires, heartbeat = int(expires_s * 1e9), int(HEARTBEAT_S * 1e9)
     beats = b',"idle_heartbeat":%d' % heartbeat if expires_s > 2 * HEARTBEAT_S else b""
     return b'{"batch":%d,"expires":%d%b}' % (batch, expires, beats)
@@ -368,7 +368,7 @@ class Puller:
                 log.warning("pull_failed", consumer=self._consumer, error=repr(error))
 
     async def _make_again(self, remake: Callable[[str], Awaitable[bool]]) -> None:
-        """Have the consumer there again: whoever refused a pull has none, or no leader at the moment."""
+        """Create the consumer again. A server that refuses a pull lacks it, or it has no leader at the moment."""
         now = time.monotonic()
         self._gone_since = self._gone_since or now
         try:

@@ -98,8 +98,8 @@ class WorkerRegistry:
     def ended_before(self) -> int:
         """A sequence of the bucket's stream: older keys are of workers that ended. 0: not known yet.
 
-        Clocks of machines differ, so the age of a key proves nothing. What proves it is that nobody renewed the key for
-        ``RENEWED_S``, in which this process ran and was connected.
+        Clocks of machines differ, so the age of a key proves nothing. A worker has ended if its key was not renewed for
+        ``RENEWED_S`` while this process ran and was connected.
         """
         if not self._renewed_behind:
             return 0

@@ -1,6 +1,6 @@
-"""A folder with a LoRA adapter as PEFT writes it: what it changes of its model, and whether that can be computed.
+"""A folder with a LoRA adapter as PEFT writes it: which layers it changes, and whether they can be computed.
 
-Only the configuration and the header of the weights are looked at here; the matrices are read by whoever computes them.
+Reads only the configuration and the header of the weights; engines read the matrices.
 """
 
 import math

@@ -150,7 +150,7 @@ _NO_LIMIT = 1 << 31  # tokenizer_config.json writes "unlimited" as 1e30
 _FALLBACK = 2048  # for models whose files name no limit
 _PLAIN = ("default", "mrope", "proportional")  # positions as they are, unless there is a factor
 _EXTENDED = ("longrope", "su", "llama3")  # the length is the extended one
-ROPE_TYPES = frozenset([*_PLAIN, *_EXTENDED, "linear", "dynamic", "yarn"])  # that transformers knows
+ROPE_TYPES = frozenset([*_PLAIN, *_EXTENDED, "linear", "dynamic", "yarn"])  # that transformers supports
 # Of families whose checkpoints leave it to transformers' configuration classes. A test compares them.
 DEFAULTS: Mapping[str, int] = {
     "cohere": 8192, "cohere2": 8192, "deepseek_v3": 4096, "falcon": 2048, "gemma": 8192, "gemma2": 8192,

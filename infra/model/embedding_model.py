@@ -98,7 +98,7 @@ def makes_vectors(path: Path) -> bool:
     try:
         return is_encoder(path) or scores_pairs(path)
     except ModelError:
-        return False  # whoever loads the model reports it
+        return False  # loading the model reports it
 
 
 def is_encoder(path: Path) -> bool:

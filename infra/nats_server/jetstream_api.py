@@ -1,10 +1,10 @@
 """The JetStream API in JSON: streams, their snapshots, and new configurations of a running embedded broker.
 
-A client library's structs lag behind the server's fields, and the server refuses fields that it does not know, so
-nothing that is asked for is lost silently.
+A client library's structs lag behind the server's fields, and would drop new ones silently. With JSON, nothing is
+lost: the server refuses unknown fields.
 
-A snapshot comes in chunks that are acknowledged, so that a slow disk here slows the server down. It takes no message
-out and stops nobody; what is published meanwhile may be in it or not. Sequences and times stay.
+A snapshot comes in chunks that are acknowledged, so that a slow disk here slows the server down. It removes no message
+and blocks no client; messages that are published meanwhile may be in it or not. Sequences and times stay.
 
 A tenant's account that is new to the server has its stream imports at once, but its service imports only after a second
 reload (nats-server 2.15.1), so there are always two. Connections, subscriptions and replies of others are not

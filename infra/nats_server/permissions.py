@@ -169,7 +169,7 @@ def permissions(user: str, s: Subjects, nkeys: Mapping[str, str] | None = None) 
     """The least a role needs, for one of its users; None: everything in its account.
 
     Args:
-        nkeys: public keys by user, as which the broker knows those that log in by nkeys.
+        nkeys: public keys by user, the names under which the broker lists users with nkeys.
     """
     role, nkeys = role_of(user), nkeys or {}
     if role == "operator":
@@ -195,7 +195,7 @@ def rights(role: str, s: Subjects, user: str = "") -> tuple[Right, ...] | None:
     """In the order of the table in docs/roles.md; None: everything in its account.
 
     Args:
-        user: one of the role's two, as the broker knows it; default: the first.
+        user: one of the role's two, by its name at the broker; default: the first.
     Raises:
         ValueError: there is no such role.
     """

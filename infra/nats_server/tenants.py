@@ -139,11 +139,11 @@ def write_accounts(
 
 
 class Copies(NamedTuple):
-    """What a data folder knows of the tenants of a broker, which may have lost them.
+    """A data folder's copies of a broker's tenants, which the broker may have lost.
 
     Attributes:
         tenants: with their passwords.
-        without_limits: those whose limits it does not know.
+        without_limits: tenants whose limits the folder lacks.
         only_credentials: of these it has a file with credentials alone; others may have removed them since.
         client_password: of the default tenant; "": unknown.
     """
@@ -268,7 +268,7 @@ class Accounts:
 
     @staticmethod
     async def missing(nc: Client, subjects: Subjects, names: Iterable[str]) -> bool:
-        """Whether the broker knows none of these tenants, nor any other: it is new, or has lost what it stored."""
+        """Whether the broker has no tenants at all: it is new, or has lost its store."""
         js = nc.jetstream()
         try:
             await js.stream_info(f"KV_{subjects.bucket('accounts')}")

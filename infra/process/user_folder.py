@@ -56,7 +56,7 @@ class OwnFolder:
         top = user_folder()
         guard = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(guard, fcntl.LOCK_EX)  # until the new one is locked: nobody takes it for one left behind
+            fcntl.flock(guard, fcntl.LOCK_EX)  # until the new one is locked: no process takes it for a leftover
             for folder in top.glob(f"{kind}-*"):
                 _delete_left_behind(folder)
             self.path = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=top))

@@ -82,7 +82,7 @@ class StreamedAnswer:
     """
     Attributes:
         finish: why it ended; "": it has not.
-        last_event: its id, after which a broken stream goes on; "": the server gives none.
+        last_event: id of the last event, after which a broken stream is resumed; "": the server sends none.
         prompt_tokens, tokens: as the server counts them; 0: it does not say.
     """
 

@@ -58,7 +58,7 @@ COMMANDS = {
     "streams list": Command("show what each stream holds, and for how long", "penstock.operate.streams:run_list"),
     "streams set": Command("set how long a stream keeps its messages", "penstock.operate.streams:run_set"),
     "tenants": Command(
-        "manage tenants of the NATS API: add, list, rotate, remove, restore, conf",
+        "manage tenants of the NATS API: add, set, list, rotate, remove, restore, conf",
         "penstock.operate.tenants:run",
         choices=("add", "set", "list", "rotate", "remove", "restore", "conf"),
     ),
@@ -81,7 +81,7 @@ COMMANDS = {
         "penstock.workers.metrics.multiprocess:RankMetricsSettings",
     ),
     "chat": Command("talk to a model in the terminal", "penstock.chat.chat_command:run"),
-    "run": Command("serve a model for one conversation: start, answer, stop", "penstock.chat.run_command:run"),
+    "run": Command("start a model, answer one question or hold a conversation, stop", "penstock.chat.run_command:run"),
     "batch run": Command("run the requests of a file, and wait for the answers", "penstock.chat.batch_command:run"),
     "requests": Command("list and search requests, running and ended", "penstock.log_tools.requests.list_requests:run"),
     "tail": Command("print the last messages of the log, decoded", "penstock.log_tools.requests.tail:run"),
@@ -89,7 +89,7 @@ COMMANDS = {
         "show everything that happened to a request, and why", "penstock.log_tools.requests.inspect:run"
     ),
     "trace": Command(
-        "send the traces of all requests to an OpenTelemetry collector",
+        "send traces of all requests to an OpenTelemetry collector",
         "penstock.log_tools.traces.trace_command:run",
         "TraceSettings",
     ),
@@ -110,7 +110,7 @@ COMMANDS = {
     "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.dashboard_command:run"),
     "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.doctor_command:run"),
     "models list": Command("list the models of this machine", "penstock.operate.check_model:run_list"),
-    "models check": Command("show what a model folder has, and one of its prompts", "penstock.operate.check_model:run"),
+    "models check": Command("show a model folder's contents and a prompt", "penstock.operate.check_model:run"),
     "schema": Command("show the messages of the streams as JSON Schema", "penstock.operate.schema:run"),
     "health": Command("check that a process of this machine is healthy, for containers", "penstock.operate.health:run"),
     "drain": Command("take workers out of service without failing a request", "penstock.operate.drain:run"),
@@ -122,13 +122,13 @@ COMMANDS = {
         choices=("list", "show", "retry"),
     ),
     "usage": Command("show the usage of tenants, keys, models and adapters", "penstock.operate.usage:run"),
-    "audit": Command("list who changed something, or read other tenants' requests", "penstock.operate.audit:run"),
+    "audit": Command("list changes, reads of other tenants' requests, and who made them", "penstock.operate.audit:run"),
     "forget": Command("delete ended requests from the log", "penstock.operate.forget:run"),
     "backup": Command(
         "write the streams of all brokers of a running deployment to a folder", "penstock.operate.backup:run_backup"
     ),
     "restore": Command(
-        "make a deployment of a backup, in a new data folder or on other brokers",
+        "restore a backup to a new data folder or to other brokers",
         "penstock.operate.backup:run_restore",
     ),
     "recipe list": Command(
@@ -144,10 +144,10 @@ COMMANDS = {
         "generate engine arguments for a model, GPUs and a load", "penstock.launch.recipes.generate:run_generate"
     ),
     "recipe matrix": Command("show what each engine supports", "penstock.launch.recipes.recipe_command:run_matrix"),
-    "kubernetes render": Command("make values for the Helm chart", "penstock.deploy.kubernetes:run_render"),
+    "kubernetes render": Command("generate values for the Helm chart", "penstock.deploy.kubernetes:run_render"),
     "kubernetes chart": Command("write the Helm chart to a folder", "penstock.deploy.kubernetes:run_chart"),
     "systemd": Command(
-        "print units of systemd for processes on several machines",
+        "print systemd units for processes on several machines",
         "penstock.deploy.systemd:run",
         choices=("router", "gateway", "worker", "nats", "env"),
     ),
@@ -162,17 +162,17 @@ COMMANDS = {
         "penstock.measure.sweep.sweep_command:run",
         "penstock.measure.sweep.sweep_command:SweepSettings",
     ),
-    "bench plot": Command("plot what bench sweep has measured", "penstock.measure.sweep.plot:run"),
+    "bench plot": Command("plot the results of bench sweep", "penstock.measure.sweep.plot:run"),
     "bench pareto": Command(
         "compare measured deployments by throughput per GPU and by cost", "penstock.measure.pareto.pareto_command:run"
     ),
     "bench convert": Command(
-        "take over results of aiperf",
+        "convert results of aiperf",
         "penstock.measure.sweep.convert:run",
         choices=("aiperf",),
     ),
     "bench compare": Command(
-        "say which of two sweeps is faster, and how sure that is", "penstock.measure.sweep.compare:run"
+        "show which of two sweeps is faster, and how certain that is", "penstock.measure.sweep.compare:run"
     ),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",
@@ -200,10 +200,10 @@ COMMANDS = {
         choices=("cancel", "collect", "status", "submit"),
     ),
     "slurm layout": Command(
-        "within a job: show on which nodes and GPUs its workers run", "penstock.measure.slurm.script:run"
+        "show the nodes and GPUs of a job's workers; run it within the job", "penstock.measure.slurm.script:run"
     ),
     "profile endpoint": Command(
-        "measure prefill and decode of a live engine, each alone",
+        "measure prefill and decode of a running engine separately",
         "penstock.measure.profile.profile_endpoint_command:run",
         "penstock.measure.profile.profile_endpoint_command:EndpointProfileSettings",
     ),
@@ -213,7 +213,7 @@ COMMANDS = {
         "penstock.measure.search.profile_sla_command:SlaProfileSettings",
     ),
     "profile kernels": Command(
-        "shares of attention and dense layers in a trace of torch's profiler",
+        "show the shares of attention and dense layers in a trace of torch's profiler",
         "penstock.measure.profile.kernels:run",
     ),
     "plan": Command(

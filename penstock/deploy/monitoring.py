@@ -94,7 +94,7 @@ def wrong_url(url: str) -> str:
 def targets_of(state: DeploymentState) -> list[dict[str, Any]]:
     """Scrape targets, in the format of Prometheus' file discovery. Restarts of processes do not change them.
 
-    Gateways that may leave have a label, so that nobody is alerted when they have.
+    Gateways that may leave have a label, so that their end causes no alert.
     """
     urls = {process.name: process.metrics_url for process in state.processes if process.metrics_url}
     roles = {process.name: process.role for process in state.processes}
@@ -181,7 +181,7 @@ def provider(path: str = "/etc/grafana/provisioning/dashboards") -> dict[str, An
 
 
 def scrape_config(discovery: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Prometheus's configuration. ``honor_labels``: a process names itself, and knows best.
+    """Prometheus's configuration. ``honor_labels``: each process names itself.
 
     Args:
         discovery: where the targets are found; by default in ``targets.json``.

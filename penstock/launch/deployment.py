@@ -86,7 +86,7 @@ from penstock.schemas.control import LEAVE_S
 from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.workers.session.crash_journal import (
     End,
-    LastLife,
+    LastProcess,
     boot_id,
     judge,
     killed_for_memory,
@@ -109,31 +109,31 @@ async def report_end(folder: Path, name: str, status: int, url: str, subjects: S
     """
     path, _ = paths(folder, name)
     try:
-        life = read_journal(path.read_bytes())
+        last = read_journal(path.read_bytes())
     except OSError:
         return
-    if life is None or not life.running:
+    if last is None or not last.running:
         return
-    end = judge(life, boot=boot_id(), killed=killed_for_memory(), status=status)
+    end = judge(last, boot=boot_id(), killed=killed_for_memory(), status=status)
     log.warning(
-        "worker_ended", name=name, status=status, crashed=end.crashed, why=end.reason, requests=len(life.running)
+        "worker_ended", name=name, status=status, crashed=end.crashed, why=end.reason, requests=len(last.running)
     )
     with contextlib.suppress(OSError):
-        if await _stored(life, end, url, subjects):
+        if await _stored(last, end, url, subjects):
             path.write_bytes(b"")
         else:
             with path.open("ab") as journal:
                 journal.write(msgspec.json.encode(end) + b"\n")
 
 
-async def _stored(life: LastLife, end: End, url: str, subjects: Subjects) -> bool:
+async def _stored(last: LastProcess, end: End, url: str, subjects: Subjects) -> bool:
     try:
         nc = await connect_operator(url)
     except BrokerProblem:
         return False
     try:
         js = nc.jetstream(timeout=STORE_S)
-        for each in returns(life, end, subjects):
+        for each in returns(last, end, subjects):
             await js.publish(each.subject, each.payload, headers=each.headers | {"Nats-Msg-Id": each.id})
         return True
     except (NatsError, TimeoutError, OSError) as error:
@@ -774,7 +774,7 @@ class Deployment:
                 log.warning("cells_not_set", cells=active, error=str(error))
             with contextlib.suppress(OSError):
                 self._write_state()
-            forget_wanted_cells(self.data_dir)  # last: whoever asked for it looks at the state now
+            forget_wanted_cells(self.data_dir)  # last: the command that requested it reads the state now
 
     def _check_cells(self, active: int) -> None:
         """

@@ -116,7 +116,7 @@ def free_port(preferred: int) -> int:
 
 
 def all_cores() -> int:
-    """CPU cores that this process may use, whoever else does."""
+    """CPU cores that this process may use, including those that it shares."""
     return available_cores()
 
 

@@ -352,7 +352,7 @@ async def restore_cells(folder: Path, manifest: Manifest, places: Sequence[_Plac
 
     Raises:
         BrokerProblem: a broker cannot be reached, has such streams, or does not take them. Those that it had taken
-            were deleted, except the audit log, which nobody may delete.
+            were deleted, except the audit log, which cannot be deleted.
     """
     async with contextlib.AsyncExitStack() as stack:
         buses = []

@@ -460,7 +460,7 @@ class CellObserver:
         now, last = time.monotonic(), {use.name: use.last_seq for use in streams}
         stream = self._bus.subjects.stream
         if self.counts and now - self.counts[-1].at_s > WINDOW_S:
-            self.counts.clear()  # rates over hours in which nobody looked would say nothing of now
+            self.counts.clear()  # rates over hours without a reader would say nothing about now
         self.counts.append(Count(now, last.get(stream("REQUESTS"), 0), last.get(stream("DONE"), 0)))
         # One count from before the window stays, for its beginning.
         while len(self.counts) > 2 and self.counts[1].at_s < now - WINDOW_S:

@@ -259,7 +259,7 @@ async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Name
     lost = bool(copied) and await Accounts.missing(nc, place.subjects, copied)
     if lost and args.verb != "restore":
         raise ValueError(
-            f"the broker knows no tenants, and {place.data_dir} has {', '.join(sorted(copied))}: if it "
+            f"the broker has no tenants, and {place.data_dir} has {', '.join(sorted(copied))}: if it "
             "lost its disk, `penstock tenants restore` brings them back; another broker needs another --data-dir"
         )
     if place.own:
@@ -298,10 +298,10 @@ async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Name
 
 
 async def _refuse_if_lost(nc: Client, place: TenantsPlace) -> None:
-    """Of a broker without accounts, and a folder that knows none: gateways note when keys that they knew are gone.
+    """With no accounts on the broker and in the folder: fail if gateways have noted a loss of keys.
 
     Raises:
-        ValueError: they have.
+        ValueError: keys were lost.
     """
     js, stream = nc.jetstream(), place.subjects.stream("AUDIT")
     try:
@@ -312,7 +312,7 @@ async def _refuse_if_lost(nc: Client, place: TenantsPlace) -> None:
         with contextlib.suppress(NotFoundError, msgspec.MsgspecError):
             if decode((await js.get_msg(stream, seq=seq)).data or b"").action == KEYS_LOST:
                 raise ValueError(
-                    f"the broker has lost its keys, so it may have lost tenants, and {place.data_dir} knows none: "
+                    f"the broker has lost its keys, so it may have lost tenants, and {place.data_dir} has none: "
                     "`penstock tenants restore --data-dir` with the folder that they were made with brings them back; "
                     "if there were none, `penstock tenants add NAME --new-password` creates new ones"
                 )
@@ -340,14 +340,14 @@ def _warn_of_secrets(place: TenantsPlace) -> None:
 async def _restore(
     nc: Client, place: TenantsPlace, accounts: Accounts | None, known: Copies, args: argparse.Namespace
 ) -> None:
-    """Bring back what the data folder knows and the broker does not.
+    """Restore tenants that the data folder has and the broker lacks.
 
     Raises:
         BrokerProblem, ValueError: as ``_do``.
     """
     if unknown := [each for each in args.names if each not in known.tenants]:
         raise ValueError(
-            f"{place.data_dir} knows no tenant {unknown[0]!r}; it has {', '.join(sorted(known.tenants)) or 'none'}"
+            f"{place.data_dir} has no tenant {unknown[0]!r}; it has {', '.join(sorted(known.tenants)) or 'none'}"
         )
     wanted = args.names or sorted(known.tenants.keys() - known.only_credentials)
     existing = known.tenants if accounts is None else accounts.tenants

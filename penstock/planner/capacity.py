@@ -8,10 +8,10 @@ process, and the sizes hold for ``SPREAD`` standard deviations above its mean.
 An aggregated worker does both: while it computes prompts no token comes, so time per token is stretched by 1 / (1 -
 share of the time for prompts), and a prompt also waits for the step under way.
 
-How long an engine takes for a prompt and for a token, at any load: a profile, carried on beyond its points.
+How long an engine takes for a prompt and for a token, at any load: a profile, extrapolated beyond its points.
 
-``penstock profile sla`` guesses nothing beyond what was measured. A planner has to decide also then, so the last slope
-goes on, and a context beyond the longest one counts as more requests of that context with as many tokens in all.
+``penstock profile sla`` does not extrapolate measurements. A planner must always decide, so the last slope continues,
+and a context beyond the longest one counts as more requests of that context with as many tokens in all.
 """
 
 import math

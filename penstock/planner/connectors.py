@@ -56,7 +56,7 @@ class Connector(Protocol):
     one_machine: bool
 
     async def counts(self) -> dict[Role, int]:
-        """Workers that there are to be, by role: running, starting or asked for. Empty: only the fleet knows.
+        """Planned workers by role: running, starting or requested. Empty: only the fleet can tell.
 
         Raises:
             ConnectorFailed

@@ -101,7 +101,7 @@ class PlannerLease:
 
 
 STANDBY_S = 2.5  # between two looks at a lease that another planner holds
-TAKEN_OVER_S = TTL_S + STANDBY_S  # within which a lease that nobody renews is taken
+TAKEN_OVER_S = TTL_S + STANDBY_S  # until a lease that is not renewed is taken over
 STORE_S = 10.0
 _NO_REQUEST = "no request has ended yet, and only those that did tell how long prompts and answers are"
 _UNREACHABLE = (ServingError, NatsError, TimeoutError, OSError)

@@ -302,7 +302,7 @@ class Intake:
                 try:
                     if pending.raw:
                         await self._send(self.membership.owner(name), pending.raw, pending.reply)
-                    else:  # whoever gets it again has all of it to pass on
+                    else:  # the next router gets the whole message, and can pass it on
                         await self._bus.nc.publish(pending.reply, NAK)
                 except (NatsError, OSError) as error:  # it is delivered again
                     log.debug("request_not_forwarded", request=pending.request.id, error=repr(error))

@@ -129,7 +129,7 @@ class Late(NamedTuple):
 def find_late(tracker: LoadTracker, now_ns: int, least_s: float) -> list[Late]:
     """The requests to place again now. Pure.
 
-    Only first attempts whose prompt this router knows not to be computed, at the worker that is to compute it.
+    Only first attempts whose prompt, as far as this router can tell, the chosen worker has not computed.
 
     Args:
         least_s: seconds without a computed prompt before a worker is late.

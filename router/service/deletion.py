@@ -4,10 +4,10 @@ Gateways, which clients reach, may not delete anything of the pipeline's own str
 once everything is gone. Overwriting is expensive for the broker, so a router rests in between (``Eraser``).
 
 While a replica of a stream is away, nothing is erased there, for ``AWAY_S`` at most: the replica would keep its copy
-(``penstock.infra.bus.forget``). The request is noted, so nobody is shown it, and routers look every few seconds.
+(``penstock.infra.bus.forget``). The request is noted, so it is no longer shown, and routers check every few seconds.
 
-What comes back of a deleted request is erased again, by whichever routers see it: at once what somebody stores again
-(``came_back``), and when a router starts or finds another server, or that one restarted, what that one has again.
+Messages of a deleted request that reappear are erased again by each router that sees them: immediately if a process
+stores them again (``came_back``); and those of a server once a router starts, or finds a new or restarted server.
 """
 
 import asyncio

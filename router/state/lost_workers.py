@@ -1,7 +1,7 @@
-"""Lost workers: how they are noticed, that their registrations go, and how often leases were lost lately.
+"""Lost workers: detects them, removes their registrations, and counts recently lost leases.
 
-``DisconnectWatch`` knows which connections are broken, from the events of the broker's system account. They report a
-killed worker within milliseconds; its lease would take seconds to expire.
+``DisconnectWatch`` follows broken connections in the events of the broker's system account. They report a killed
+worker within milliseconds; its lease would take seconds to expire.
 
 ``LeaseLosses`` counts, pure, by the names that workers keep over restarts. A broker that stops, or elects a leader
 for the workers bucket, lets leases run out whose workers are well. Such losses are counted apart: those of a router

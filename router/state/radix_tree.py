@@ -323,7 +323,7 @@ class RadixTree:
             self._add_held(node, bits, min(count, keep))
 
     def evict(self, node: int, keep: int) -> None:
-        """Keep the first ``keep`` blocks of a leaf, whoever holds the others."""
+        """Keep the first ``keep`` blocks of a leaf, even if others are held."""
         self.truncate(node, keep)
         self.settle(node if keep else self._delete(node))
 

@@ -274,5 +274,5 @@ def to_read(reservation: BlockReservation) -> tuple[list[int], list[int]]:
 
 
 def _not_read(error: BaseException) -> None:
-    if not isinstance(error, TransferError):  # those are logged, and raised to whoever takes the blocks
+    if not isinstance(error, TransferError):  # those are logged, and raised to the request that takes the blocks
         log.warning("reader_task_failed", error=repr(error))

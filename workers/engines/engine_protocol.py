@@ -355,10 +355,10 @@ class Grammars(Protocol):
     def stats(self) -> GrammarStats: ...
 
     def known(self, constraint: Constraint) -> object | None:
-        """A compiled constraint; None: it is to be compiled. While the result lives, ``Engine.submit`` finds it."""
+        """A compiled constraint; None: compile it. ``Engine.submit`` finds it while the result is referenced."""
 
     def compile(self, constraint: Constraint, size_bytes: int = 0) -> object:
-        """Compile a constraint. While the result lives, ``Engine.submit`` finds it.
+        """Compile a constraint. ``Engine.submit`` finds it as long as the result is referenced.
 
         Args:
             size_bytes: of the compiled grammar; 0: it is estimated.

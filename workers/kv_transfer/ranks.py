@@ -268,7 +268,7 @@ class RemoteTransport:
         return _mapped(self._call("connect", peer=peer, seconds=timeout), lambda answer: None)
 
     def drained(self) -> "Future[None]":
-        return completed_future()  # nobody writes
+        return completed_future()  # no transfer writes
 
     def forget(self, agent: str) -> None:
         self._call("forget", agent=agent)

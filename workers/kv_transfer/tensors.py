@@ -241,7 +241,7 @@ def _heard(
 
 
 def _group(source: TensorSource, store: Any, rank: int) -> Any:
-    """A process group beside all others of this process, whose waits are bounded by whoever waits."""
+    """A process group besides all others of this process. Callers bound their waits."""
     library: Any = distributed
     prefixed, size = library.PrefixStore("group", store), len(source.ranks) + 1
     if source.backend == "nccl":

@@ -47,7 +47,7 @@ NEAR_SHARE, NEAR_TOKENS = 0.25, 16
 # A request's next slice waits at most for this many times its tokens of shorter ones (and for the slices that wait like
 # it): large ones progress while short ones keep coming.
 PATIENCE = 64
-STEP_S = 0.1  # of a batch where several inputs fit into it, since whoever comes meanwhile waits for it
+STEP_S = 0.1  # of a batch of several inputs, since inputs that arrive meanwhile wait for it
 FEWEST_TOKENS, FIRST_TOKENS = 256, 1024  # of a batch, however slow the engine is; before that is known
 
 K = TypeVar("K", bound=Hashable)

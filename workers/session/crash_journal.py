@@ -1,8 +1,8 @@
 """Records the requests that a worker runs in a small file, which its supervisor or the restarted worker reads.
 
-A process that is killed reports nothing itself. So a worker notes what it begins and ends in a file of its state
-folder, and the kernel keeps what was written when the process is gone. Whoever reads it afterwards returns what it ran
-to the routers. Only an end that the process or its engine caused counts against those requests (``judge``).
+A killed process cannot report anything. So a worker writes the begin and end of each request to a file in its state
+folder, which the kernel keeps when the process is gone. The reader of the file returns the unfinished requests to the
+routers. Only an end that the process or its engine caused counts against those requests (``judge``).
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from penstock.configs.settings import WorkerSettings
 from penstock.schemas import done, wire
 from penstock.schemas.subjects import HEADER_GONE, Subjects
 
-if TYPE_CHECKING:  # `penstock up` reads journals, and needs nothing of what a request runs with
+if TYPE_CHECKING:  # `penstock up` reads journals, and need not load what runs requests
     from penstock.workers.session.requests import RunningRequest
 
 log = structlog.get_logger("worker")
 
 COMPACT_BYTES = 256 << 10
 _TRACE_BYTES = 64 << 10
-# Of a program's own faults. SIGKILL is an operator's or the kernel's; the others ask a process to stop.
+# Signals of a program's own faults. Operators and the kernel send SIGKILL; others ask a process to stop.
 _FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
 )
@@ -37,7 +37,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Ran(msgspec.Struct, frozen=True, omit_defaults=True, tag="began"):
-    """A request that the worker runs. ``alone``: nothing else runs there meanwhile."""
+    """A request that the worker runs. ``alone``: no other request runs beside it."""
 
     request: str
     attempt: int
@@ -47,13 +47,13 @@ class Ran(msgspec.Struct, frozen=True, omit_defaults=True, tag="began"):
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """How a process ended. ``crashed``: by its own fault or its engine's, so that what it ran may be the cause."""
+    """How a process ended. ``crashed``: by its own or its engine's fault, which its requests may have caused."""
 
     crashed: bool
     reason: str
 
 
-class _Life(msgspec.Struct, frozen=True, tag="life"):
+class _Process(msgspec.Struct, frozen=True, tag="life"):
     boot: str
     pid: int
 
@@ -63,7 +63,7 @@ class _Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class _Killed(msgspec.Struct, frozen=True, tag="killed"):
-    """Processes that the kernel had killed for lack of memory by then."""
+    """Number of processes that the kernel had killed for lack of memory."""
 
     count: int
 
@@ -72,15 +72,15 @@ class _Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     """The worker was asked to stop."""
 
 
-_decode = msgspec.json.Decoder(Ran | End | _Life | _Ended | _Killed | _Stopping).decode
+_decode = msgspec.json.Decoder(Ran | End | _Process | _Ended | _Killed | _Stopping).decode
 
 
-class LastLife(NamedTuple):
-    """What a journal says of the process that wrote it.
+class LastProcess(NamedTuple):
+    """The process that wrote a journal, according to it.
 
     Attributes:
         killed: processes of the machine that were killed for lack of memory, when it was last noted; -1: unknown.
-        end: as judged by someone who read it before.
+        end: as an earlier reader judged it.
     """
 
     boot: str
@@ -91,8 +91,8 @@ class LastLife(NamedTuple):
     end: End | None = None
 
 
-def read_journal(data: bytes) -> LastLife | None:
-    """None: it says of no process. A last line that was cut off is left out."""
+def read_journal(data: bytes) -> LastProcess | None:
+    """Read a journal; None: it names no process. A truncated last line is skipped."""
     boot, pid, killed, stopping, end = "", 0, -1, False, None
     running: dict[str, Ran] = {}
     for line in data.splitlines():
@@ -101,7 +101,7 @@ def read_journal(data: bytes) -> LastLife | None:
         except msgspec.MsgspecError:
             continue
         match note:
-            case _Life():
+            case _Process():
                 boot, pid = note.boot, note.pid
             case Ran():
                 running[note.request] = note
@@ -113,29 +113,29 @@ def read_journal(data: bytes) -> LastLife | None:
                 stopping = True
             case End():
                 end = end or note
-    return LastLife(boot, pid, running, killed, stopping, end) if pid else None
+    return LastProcess(boot, pid, running, killed, stopping, end) if pid else None
 
 
-def judge(life: LastLife, *, boot: str, killed: int, trace: str = "", status: int | None = None) -> End:
-    """Whether a process that is gone ended by its own fault.
+def judge(process: LastProcess, *, boot: str, killed: int, trace: str = "", status: int | None = None) -> End:
+    """Judge whether a process ended by its own fault.
 
     Args:
         boot: id of the machine's present boot; "": unknown.
         killed: processes of the machine that the kernel has killed for lack of memory since; -1: unknown.
-        trace: what the process wrote when a fatal signal came.
-        status: exit status, negative for a signal; None: nobody waited for it.
+        trace: what the process wrote on a fatal signal.
+        status: exit status, negative for a signal; None: unknown.
     """
-    if life.end is not None:
-        return life.end
-    if life.boot != boot and status is None:
+    if process.end is not None:
+        return process.end
+    if process.boot != boot and status is None:
         return End(False, "its machine was restarted")
     if status is not None and status < 0 and -status in _FAULTS:
         return End(True, f"crashed: {signal.Signals(-status).name}")
     if trace and status is None:
         return End(True, f"crashed: {trace.splitlines()[0][:100]}")
-    if status in (None, -signal.SIGKILL) and killed > life.killed >= 0:
+    if status in (None, -signal.SIGKILL) and killed > process.killed >= 0:
         return End(True, "crashed: killed by the kernel for lack of memory")
-    if life.stopping:
+    if process.stopping:
         return End(False, "it was stopped")
     if status is not None and status >= 0:
         return End(True, f"crashed: exit status {status}")
@@ -143,7 +143,7 @@ def judge(life: LastLife, *, boot: str, killed: int, trace: str = "", status: in
 
 
 class EndMessage(NamedTuple):
-    """To be stored in DONE."""
+    """A message for DONE."""
 
     subject: str
     payload: bytes
@@ -151,9 +151,9 @@ class EndMessage(NamedTuple):
     headers: dict[str, str]
 
 
-def returns(life: LastLife, end: End, subjects: Subjects) -> list[EndMessage]:
-    """What a process ran when it ended, given back to the routers."""
-    return [_returned(ran, end, subjects) for ran in life.running.values()]
+def returns(process: LastProcess, end: End, subjects: Subjects) -> list[EndMessage]:
+    """Messages that return the requests of an ended process to the routers."""
+    return [_returned(ran, end, subjects) for ran in process.running.values()]
 
 
 def _returned(ran: Ran, end: End, subjects: Subjects) -> EndMessage:
@@ -200,7 +200,7 @@ class CrashJournal:
     """
 
     def __init__(self, folder: Path | None, name: str) -> None:
-        self.last: LastLife | None = None
+        self.last: LastProcess | None = None
         self._path = Path()
         self._boot = boot_id()
         self._fd = -1
@@ -223,7 +223,7 @@ class CrashJournal:
         trace = faults.read_text(errors="replace")[:_TRACE_BYTES] if faults.exists() else ""
         if last is not None and last.running:
             end = judge(last, boot=self._boot, killed=killed_for_memory(), trace=trace)
-            if last.end is None:  # another life may end before it was reported; the signs of this one must not be its
+            if last.end is None:  # this process may end before reporting it, with other signs
                 self._write(end)
             self.last = last._replace(end=end)
             log.warning("last_life_ended", reason=end.reason, requests=len(last.running), trace=trace or None)
@@ -232,7 +232,7 @@ class CrashJournal:
         faulthandler.enable(self._faults)
 
     def begin(self) -> None:
-        """The previous process was reported: from now on the journal is of this one."""
+        """The previous process was reported: from now on, the journal is about this one."""
         if self._fd >= 0:
             self.last = None
             self.compact()
@@ -250,11 +250,11 @@ class CrashJournal:
                 self.compact()
 
     def stopping(self) -> None:
-        """Asked to stop: an end from now on is no sign of a fault, but for a fatal signal."""
+        """The process was asked to stop: from now on, only a fatal signal indicates a fault."""
         self._write(_Stopping())
 
     def failing(self, end: End) -> None:
-        """The process ends, and this is why; what it cannot return itself is returned for it."""
+        """The process ends for this reason. Requests that it does not return itself are returned for it."""
         self._write(end)
 
     def note_memory(self) -> None:
@@ -277,7 +277,7 @@ class CrashJournal:
             fresh.unlink(missing_ok=True)
             self._fd = _locked(fresh)
             self._size = 0
-            for note in (_Life(self._boot, os.getpid()), _Killed(self._killed), *self._running.values()):
+            for note in (_Process(self._boot, os.getpid()), _Killed(self._killed), *self._running.values()):
                 self._write(note)
             fresh.replace(self._path)
         except OSError as error:

@@ -307,7 +307,7 @@ class WorkerSession:
             await self._bus.nc.publish(restoring.delivery.reply, ACK)
 
     async def _announce(self, received: _Received) -> None:
-        """Tell whoever reads the answer which model the tokens of this attempt are of: stored before the first one.
+        """Announce the model of this attempt's tokens to readers of the answer. Stored before the first token.
 
         Raises:
             ServingError: broker_unavailable: it could not be stored.

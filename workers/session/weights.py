@@ -86,7 +86,7 @@ class DeviceTurn:
         return False
 
     def take(self) -> bool:
-        """Wake up if the device is free; False: whoever holds it has been asked to sleep, try again soon."""
+        """Wake up if the device is free; False: its holder was asked to sleep, try again soon."""
         if self._awake < 0:
             if self._next < 0:
                 self._next = _locked(self._files[1])

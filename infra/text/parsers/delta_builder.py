@@ -122,7 +122,7 @@ class DeltaBuilder:
         self._arguments: dict[int, list[str]] = {}
 
     def probe(self) -> "DeltaBuilder":
-        """One to read calls with whose deltas nobody takes."""
+        """A builder for reading calls; its deltas are not used."""
         return DeltaBuilder(str, tools=True, marks=self._marks)
 
     @property

@@ -74,7 +74,7 @@ def read_harmony(
             mark = yield from _call(reader, deltas, marks, name)
         else:
             reader.end_call()
-            if recipient and not called and recipient not in _NOBODY:  # a tool of the model's own, which nobody runs
+            if recipient and not called and recipient not in _NOBODY:  # one of the model's own tools, which is not run
                 mark = yield from reader.until(marks.ends, lambda part: None)
             elif channel == "analysis":
                 analyses += 1

@@ -212,7 +212,7 @@ class Reader:
     def until(self, marks: Markers, emit: Callable[[str], object]) -> Steps[str]:
         """Pass the text before the first of ``marks`` to ``emit``; returns the mark, or "" at the end of the text.
 
-        Tokens that begin a mark whose rest a limit cut off are passed to nobody.
+        Tokens that begin a mark whose rest was cut off by a limit are dropped.
         """
         while True:
             end, mark = marks.find(self._text, self._at)

@@ -170,7 +170,7 @@ def answer_marks(parsing: Parsing, detokenizer: Detokenizer) -> AnswerMarks:
 
 
 def forget_marks() -> None:
-    """Let go of the detokenizers of models that are no longer used."""
+    """Drop the detokenizers of models that are no longer used."""
     _answer_marks.cache_clear()
 
 

@@ -435,7 +435,7 @@ class NotStarted:
     """Raises when called after a broker has started on a data folder: its files change then.
 
     Args:
-        lock: the folder's, which nobody else holds.
+        lock: the folder's, held by this process.
     """
 
     def __init__(self, lock: Path) -> None:

@@ -1,4 +1,4 @@
-"""The private files of nats-server's streams: the only module that knows their form, read and written. No broker runs.
+"""Reads and writes the private files of nats-server's streams, while no broker runs. No other module does.
 
 A stream is a folder of metadata (``meta.inf``, ``meta.sum``) and of blocks (``msgs/N.blk``). A block is a row of
 records (nats-server ``filestore.go``):

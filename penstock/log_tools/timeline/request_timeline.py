@@ -152,7 +152,7 @@ class AttemptReturned(msgspec.Struct, frozen=True, tag="returned"):
     worker: str
     reason: str
     poison: bool = False  # the engine failed while it ran this request
-    crashed: str = ""  # not "": somebody else reported it, since the worker's process or engine had ended
+    crashed: str = ""  # reporter, if the worker could not report since its process or engine had ended
 
 
 class AttemptRevoked(msgspec.Struct, frozen=True, tag="revoked"):

@@ -18,7 +18,7 @@ class GpuCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One GPU with its share of the host.
 
     Attributes:
-        price_per_hour: rent, or purchase and upkeep spread over its life; without the energy that is paid apart.
+        price_per_hour: rent, or purchase and upkeep spread over the years of use; without separately paid energy.
         watts: power under load.
         idle_watts: power without load; None: the same as under load.
     """

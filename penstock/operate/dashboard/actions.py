@@ -158,7 +158,7 @@ async def terminate(bus: Bus, request: GenerateRequest) -> bool:
 
 
 async def send_again(there: Log, bus: Bus, request: GenerateRequest, cell: int) -> str:
-    """Send a recorded request as a new one, for whose end nobody waits; its id.
+    """Send a recorded request as a new one, without waiting for its end. Returns its id.
 
     Args:
         bus: of the operator.

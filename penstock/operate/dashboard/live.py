@@ -19,7 +19,7 @@ log = structlog.get_logger("dashboard")
 
 HISTORY = 180  # snapshots
 AGAIN_S = 2.0  # after the broker did not answer
-KEPT_S = 10.0  # without a watcher: what was seen before is no longer how things are, nor does its line go on
+KEPT_S = 10.0  # without a watcher; afterwards, earlier data is outdated and a new line begins
 FRESH_S = 2.0  # the age up to which counts are shown as those of now
 
 

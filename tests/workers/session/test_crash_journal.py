@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import done
 from penstock.schemas.subjects import HEADER_CRASHED, Subjects
-from penstock.workers.session.crash_journal import CrashJournal, End, LastLife, Ran, judge, paths, read_journal, returns
+from penstock.workers.session.crash_journal import (
+    CrashJournal,
+    End,
+    LastProcess,
+    Ran,
+    judge,
+    paths,
+    read_journal,
+    returns,
+)
 from penstock.workers.session.requests import RunningRequest
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
@@ -32,8 +41,8 @@ def running(name: str) -> RunningRequest:
     return RunningRequest(request(id=name), 1, None, [], [], 0)
 
 
-def life(**changed: Any) -> LastLife:
-    return LastLife("boot", 7, {"r1": RAN}, 3)._replace(**changed)
+def life(**changed: Any) -> LastProcess:
+    return LastProcess("boot", 7, {"r1": RAN}, 3)._replace(**changed)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ ALL_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED)  # this comp
 OTHERS_CONSTRAINTS = (CONSTRAINT, CONSTRAINT_LARK)
 TRIAL = Constraint(constraint_grammar.REGEX, "a")
 CACHED_BYTES = 64 << 20  # of grammars that no sequence uses
-BYTES_A_CHARACTER = 160  # of a compiled grammar, where nobody has measured it
+BYTES_A_CHARACTER = 160  # of a compiled grammar that was not measured
 NO_END = "this model names no end token, so no output can end where a constraint ends"
 
 

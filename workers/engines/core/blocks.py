@@ -512,7 +512,7 @@ class BlockManager:
         observer: notified of blocks that change their content.
         holders, names, parents: of each block: sequences that hold it, its name, and the name of the block before it.
         cache: the block of each name.
-        idle, unused: cached blocks that nobody holds, the first to be evicted first, and blocks without a name.
+        idle, unused: cached blocks without a holder, in order of eviction, and blocks without a name.
         memory_only: blocks whose content is not to be written to a file.
         saves_ahead: blocks that become idle are saved to the host soon, since other processes' writes do not wait for
             a copy.

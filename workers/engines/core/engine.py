@@ -236,13 +236,13 @@ class ReplaceableWeights:
         executor = self._store.replace(read)
         if executor is not None:
             self._engine.compute_with(executor)
-        self._scheduler.begin_anew(root_of)
+        self._scheduler.reset(root_of)
 
     def sleep(self) -> None:
         if self._engine.vision is not None:
             raise RequestError(Code.unsupported, "a worker whose model takes images does not sleep")
         self._store.sleep()
-        self._scheduler.begin_anew()
+        self._scheduler.reset()
 
     def wake(self) -> None:
         self._engine.compute_with(self._store.wake())

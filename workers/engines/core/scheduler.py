@@ -227,15 +227,15 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether it is held, and no plan is in flight."""
+        """Whether the scheduler is held, and no plan is in flight."""
         return self.held and not self._inflight
 
-    def begin_anew(self, root_of: Callable[[object, int], bytes] | None = None) -> None:
-        """Use nothing again that was computed: sequences that run start over behind their tokens; all names go.
+    def reset(self, root_of: Callable[[object, int], bytes] | None = None) -> None:
+        """Discard all computed KV and all block names. Running sequences compute it again, up to their last token.
 
         Args:
             root_of: the new parent of a sequence's first block, by its key and the number of its generated tokens;
-                None: they keep theirs.
+                None: parents stay.
         """
         assert self.settled
         self.running.preempt_all()

@@ -164,7 +164,7 @@ class WindowRows:
         Args:
             fair: no more rows than any sequence needs to decode, so that each that was admitted has its own.
         """
-        # Another worker goes on behind the prompt: its window stays while there is room.
+        # Another worker continues after the prompt: its window stays while there is room.
         kept = self.first_block(min(start, sequence.prompt_len) if sequence.pin else start)
         for first in (kept, self.first_block(start)):
             for number in range(sequence.first_row, min(first, len(sequence.rows))):

@@ -1,7 +1,7 @@
 """The machines of one engine: how they find each other, agree, and notice that one of them is gone.
 
-vLLM and SGLang run a process on each machine, and their ranks meet through ``torch.distributed``. That tells nobody
-when a machine is gone: the other ranks wait in a collective operation for minutes, or for ever while there is no
+vLLM and SGLang run a process on each machine, and their ranks meet through ``torch.distributed``. It does not
+report a lost machine: the other ranks wait in a collective operation for minutes, or for ever while there is no
 request. So the first machine's process (the leader, which is the worker) and each of the others (a follower, which only
 computes) keep a TCP connection with a message every few seconds. Followers get the engine's arguments through it, so
 that they cannot differ. The connection is not encrypted, as the engines' own are not.

@@ -167,7 +167,7 @@ class EngineRuntime(Generic[A]):
 def in_thread(function: Callable[[], R], name: str) -> "Future[R]":
     """Call a function that may never return in a thread of its own, which the process's end does not wait for."""
     answer: Future[R] = Future()
-    answer.set_running_or_notify_cancel()  # nobody can cancel it from here on, so that its result can always be set
+    answer.set_running_or_notify_cancel()  # it cannot be cancelled from here on, so its result can always be set
 
     def call() -> None:
         try:

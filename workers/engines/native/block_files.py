@@ -1,7 +1,7 @@
 """KV blocks in files, so that a prompt is found again after a restart.
 
 Each worker has a folder of its own below the one that it was given, by the layout of its blocks: the first that no
-other process has locked. So whoever starts again finds what it had. A file is one block; its name has the block's and
+other process has locked. So a restarted worker finds its files. A file is one block; its name has the block's and
 that of the block before it, so a start reads names only. A header has the layout, the names and a checksum; a file that
 is short or damaged is removed when it is read, and its block is computed.
 
@@ -297,7 +297,7 @@ def _names_of(file: str) -> tuple[bytes, bytes | None] | None:
 
 
 def _remove_unused(top: Path) -> None:
-    """Remove folders of other layouts, or of more workers, that nobody has used for ``UNUSED_S``."""
+    """Remove folders of other layouts, or of more workers, that were not used for ``UNUSED_S``."""
     for lock in top.glob("*/*/lock"):
         try:
             if time.time() - lock.stat().st_mtime < UNUSED_S:

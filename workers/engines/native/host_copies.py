@@ -1,7 +1,7 @@
 """Copies of gigabytes between host memory or files and a GPU, at the speed of the bus rather than of one thread.
 
-The driver copies pageable memory through a buffer of its own, one piece after the other, and pages that were never used
-are made by whoever touches them first. Threads that have a pinned buffer each do both at once.
+The driver copies pageable memory through its own buffer, piece by piece, and the first access to a page allocates it.
+Threads with a pinned buffer each do both in parallel.
 """
 
 import ctypes

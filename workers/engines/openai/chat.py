@@ -43,7 +43,7 @@ BY_FLAGS: Mapping[str, bool] = {"continue_final_message": True, "add_generation_
 
 
 def continues(answer: int, continued: int, again: int) -> Mapping[str, bool] | None:
-    """The fields by which a server continues the message "1" of a chat; None: it does not, or nobody can tell.
+    """The fields by which a server continues the message "1" of a chat; None: it does not, or this is unknown.
 
     Args:
         answer: tokens of a prompt that ends with a question.

@@ -25,7 +25,7 @@ Wire = dict[str, Any]
 def encode(params: Any) -> Wire | None:
     """Fields by name, ready for JSON: ``opaque_state`` as base64, log-probabilities as lists. None stays None.
 
-    Logits are left out: they are tensors that nobody asked for.
+    Logits are left out: they are tensors that were not requested.
     """
     if params is None:
         return None

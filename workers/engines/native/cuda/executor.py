@@ -234,7 +234,7 @@ class CudaExecutor:
             adapters.place(self._upload, 4 * aligned + self._prompt_graphs.size, most)
         self._masks = TokenMasks(model.vocab_size)
         self._late: LateStep | None = None
-        self._waypoints: list[Written] | None = None  # of the step that is being launched; None: nobody needs them
+        self._waypoints: list[Written] | None = None  # of the step that is being launched; None: not needed
         self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
         self._host_copies = HostCopies(max_rows, in_flight, device)
         self._most_tokens = max_batched_tokens

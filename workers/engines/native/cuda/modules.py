@@ -106,7 +106,7 @@ def next_power_of_2(value: int) -> int:
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
-    """Launch options of a kernel. Empty unless dependent: Triton's interpreter knows no such option."""
+    """Launch options of a kernel. Empty unless dependent: Triton's interpreter has no such option."""
     return {"launch_pdl": True} if pdl else {}
 
 
