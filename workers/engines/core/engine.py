@@ -178,7 +178,13 @@ class Adapters:
 
 
 class WeightStore(Protocol):
-    """Where the weights and the KV cache of an engine are. Nothing is computed meanwhile, except while it reads."""
+    """Where the weights and the KV cache of an engine are. Nothing is computed meanwhile, except while it reads.
+
+    Attributes:
+        stays: why the KV cache or other memory cannot leave the device; "": all of it can.
+    """
+
+    stays: str
 
     def read(self, folder: Path) -> Any:
         """A folder's weights in host memory, checked; from any thread.
@@ -215,7 +221,7 @@ class ReplaceableWeights:
 
     def __init__(self, engine: "ScheduledEngine", store: WeightStore) -> None:
         self._engine, self._scheduler = engine, engine.scheduler
-        self._store = store
+        self.store = store
 
     def hold(self) -> None:
         self._scheduler.held = True
@@ -230,10 +236,10 @@ class ReplaceableWeights:
     def read(self, folder: Path) -> Any:
         if self._engine.vision is not None:
             raise RequestError(Code.unsupported, "weights of models that take images are not replaced; restart workers")
-        return self._store.read(folder)
+        return self.store.read(folder)
 
     def replace(self, read: Any, root_of: Callable[[object, int], bytes]) -> None:
-        executor = self._store.replace(read)
+        executor = self.store.replace(read)
         if executor is not None:
             self._engine.compute_with(executor)
         self._scheduler.reset(root_of)
@@ -241,11 +247,11 @@ class ReplaceableWeights:
     def sleep(self) -> None:
         if self._engine.vision is not None:
             raise RequestError(Code.unsupported, "a worker whose model takes images does not sleep")
-        self._store.sleep()
+        self.store.sleep()
         self._scheduler.reset()
 
     def wake(self) -> None:
-        self._engine.compute_with(self._store.wake())
+        self._engine.compute_with(self.store.wake())
 
 
 class InflightStep(NamedTuple):
@@ -523,13 +529,18 @@ class ScheduledEngine:
         return self.scheduler.blocked
 
     def memory(self) -> dict[str, Memory]:
-        """The executor's pools and the embedding pool, each with its generations."""
+        """The executor's pools and the embedding pool, each with its generations.
+
+        They stay where they are from now on, since other workers read from these addresses and write to them.
+        """
         windows = self.scheduler.kv_cache.windows
         of = {KV: self.scheduler.blocks.generations} | ({} if windows is None else {WINDOWS: windows.generations})
         kv = {
             name: msgspec.structs.replace(pool, generations=of[name].buffer_info()[0])
             for name, pool in self._owned.memory().items()
         }
+        if kv and self.weights is not None:
+            self.weights.store.stays = self.weights.store.stays or "a KV cache that other workers reach"
         return kv if self.vision is None else kv | self.vision.memory()
 
     @property

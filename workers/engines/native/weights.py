@@ -168,7 +168,7 @@ class DeviceWeights:
         self._load = load
         self._make = make
         self._reader = WeightReader(target.model, quantize)
-        self._stays = stays
+        self.stays = stays
         self._ranks = ranks
         self._host: HostCopy | None = None  # of the present weights
 
@@ -232,7 +232,7 @@ class DeviceWeights:
         """
         old, load = self._target.model, self._load
         assert load is not None
-        self._free_pools()
+        self._free_pools("weights of this form do not take the place of others; restart this worker with them")
         for each in (*old.forward.parameters(), *old.forward.buffers()):
             each.data = torch.empty(0, dtype=each.dtype)
         try:
@@ -243,15 +243,15 @@ class DeviceWeights:
         self._reader.model = self._target.model
         return self.wake()
 
-    def _free_pools(self) -> None:
-        if self._stays:
-            raise RequestError(Code.unsupported, f"{self._stays} stays on the device, so this worker does not sleep")
+    def _free_pools(self, consequence: str) -> None:
+        if self.stays:
+            raise RequestError(Code.unsupported, f"{self.stays} stays on the device, so {consequence}")
         self._executor.close()
         for pool in self._pools:
             pool.free()
 
     def sleep(self) -> None:
-        self._free_pools()
+        self._free_pools("this worker does not sleep")
         if self._target.model.device.type == "cuda":
             self._host = self._host or HostCopy(self._target.model.forward)
             self._host.leave()

@@ -25,7 +25,7 @@ from penstock.workers.engines.native.model.executor import TorchExecutor
 from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.pool import KvPool, KvShape
-from penstock.workers.engines.native.weights import HostCopy
+from penstock.workers.engines.native.weights import DeviceWeights, HostCopy
 from tests.adapters import other_weights
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
 
@@ -40,6 +40,23 @@ def test_facts_come_from_the_model(llama: Path) -> None:
     assert (info.total_blocks, info.slots, info.vocab_size, info.max_model_len) == (9, 3, VOCAB, 512)
     assert info.eos_token_ids == (EOS,)
     assert info.load_seconds > 0
+
+
+def test_pools_whose_addresses_other_workers_know_stay_where_they_are(llama: Path) -> None:
+    """They would read and write what is there by then, such as other weights."""
+    engine = build(str(llama), NativeOptions(device="cpu", kv_blocks=9))
+    pool = engine.memory()["kv"]
+    assert engine.weights is not None
+    engine.weights.hold()
+    with pytest.raises(RequestError, match=r"a KV cache that other workers reach stays on the device, so this worker"):
+        engine.weights.sleep()
+    store = engine.weights.store
+    assert isinstance(store, DeviceWeights)
+    with pytest.raises(RequestError, match="restart this worker with them"):
+        store._rebuild(store._target.model, str(llama))
+    assert engine.memory()["kv"] == pool
+    engine.weights.proceed()
+    assert run(engine, [request("a", prompt(5), 3)])["a"]
 
 
 def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
