@@ -1,12 +1,12 @@
-"""Follows a stream: everything stored on some subjects, once, in stream order, from a chosen point on.
+"""Follows a stream: passes on each message of some subjects once, in stream order, from a chosen point on.
 
-Live messages come from the server's republished subject. It carries only what was stored, with the message's sequence
-and the previous sequence of its subject, so a gap shows at once and is read from the stream before the tail continues.
-After a reconnect the stream is read in any case: a burst may have been missed.
+Live messages come from the server's republished subject. It has only stored messages, each with its sequence and the
+previous sequence of its subject. The tail therefore detects each gap, and reads the missing messages from the stream
+before it continues. After a reconnect, it always reads the stream, since it may have missed a burst.
 
-In a cluster the last message before a silence may be stored without being republished (its leader was lost in between),
-and a subscription takes a moment to reach every server. So a silent tail compares its position with the leader's, one
-second after the last message and every five seconds from then on.
+In a cluster, the last message before a silence may be stored but not republished, if its leader was lost in between,
+and a subscription takes a moment to reach every server. So a silent tail compares its position with the leader's one
+second after the last message, and then every five seconds.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ class LogTail:
         stream: its name.
         subject: which messages, wildcards allowed.
         on_recreated: called before everything is handled again; it may set ``since_ns``.
-        live: where the server republishes them; "": where our streams have it.
+        live: subject to which the server republishes them; "": that of our streams.
 
     Attributes:
         subscription: to the republished messages, at ``live_subject``; None: it is not started.
         created: when the stream was made, as of the first check of its end; "": there was none yet.
-        since_ns: what was stored before this Unix time is not handled, also when the tail starts over.
+        since_ns: messages stored before this Unix time are not handled, even when the tail starts over.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LogTail:
     def of_bucket(
         cls, bus: Bus, bucket: str, handle: Callable[[Entry], None], on_recreated: Callable[[], None] = lambda: None
     ) -> Self:
-        """Of all keys of a bucket, which has its name in the streams (without the namespace)."""
+        """A tail of all keys of a bucket, named as in the streams (without the namespace)."""
         name = bus.subjects.bucket(bucket)
         return cls(bus, f"KV_{name}", f"$KV.{name}.>", handle, on_recreated)
 
@@ -103,7 +103,7 @@ class LogTail:
     async def following(
         self, *, after: int = 0, since_ns: int = 0, memory_storage: bool = False
     ) -> AsyncIterator[Self]:
-        """``start``, and ``stop`` on leaving."""
+        """A context that calls ``start``, and ``stop`` at its end."""
         await self.start(after=after, since_ns=since_ns, memory_storage=memory_storage)
         try:
             yield self
@@ -287,7 +287,7 @@ class LogTail:
             seen = self.position
 
     async def _check_end(self) -> None:
-        """Start over with a stream that was recreated or lost its end: otherwise all of it would look old."""
+        """Start over with a stream that was recreated or lost its end: otherwise, all messages would look old."""
         end, created = await stream_end(self._bus, self._stream)
         recreated = bool(self.created) and created != self.created
         self.created = created

@@ -13,19 +13,19 @@ d: sequences that it is decoding, each of which u holds up
 n: sequences whose prompt it has yet to compute, each of which u holds up where one pass computes them together
 D: prompt tokens of its active sequences, with this request; every step reads them, shared ones for each sequence
 w: sequences beyond its slots, with this request; each waits for another to end, about an answer's time per slot
-S: tokens of the prompts that it was sent lately, cached or not; so idle targets take turns, and no target collects all
-   prefixes that are used now and then; more if another router prefers it
-s, t: time per prompt token and per step relative to the other targets, learnt
+S: tokens of the prompts that it received recently, cached or not, and more if another router prefers it. So idle
+   targets take turns, and no target collects all rarely used prefixes
+s, t: learnt time per prompt token and per step, relative to the other targets
 
-A request with a LoRA adapter costs ``ADAPTER_TOKENS`` more where that is not on the device.
+A request with a LoRA adapter costs ``ADAPTER_TOKENS`` more if the adapter is not on the device.
 
-u counts twice: once for this request, once for those that come behind it; and at most 2.5 times more for those that it
-holds up, so that no prompt waits behind more than that to spare them. A counts up to twice for a long prompt: long ones
+u counts twice: once for this request, once for those that come after it. It counts up to 2.5 times more for those that
+it delays; the limit bounds how long a prompt waits to spare them. A counts up to twice for a long prompt: long prompts
 have the longest TTFT anyway, so they avoid each other, and short ones go where work waits. A target has room for a
 request if it is idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at
 most ``FILL`` of its KV cache, and it accepts another sequence. With more than ``MOST_UNCOMPUTED`` tokens to compute, by
-its KV events, it has room only for a prompt of which it has most (``STAYS``): a worker knows tenants, but starts what
-waits there without regard to lengths and to which class goes first, as a router does.
+its KV events, it has room only for a prompt of which it has most (``STAYS``): a worker considers tenants, but unlike a
+router, it starts waiting requests without regard to their lengths and the order of classes.
 """
 
 import math
@@ -84,7 +84,7 @@ def rejection(request: RoutingRequest, target: RoutingTarget, requirement: Requi
 
 
 def _rejection_apart(request: RoutingRequest, target: RoutingTarget) -> str:
-    """Of requests for images, videos or vectors, and of workers that make them."""
+    """Check requests for images, videos or vectors, and workers that make them."""
     registration = target.registration
     if registration.output != request.output:
         return "other_kind" if request.worker else "other_model"
@@ -142,12 +142,12 @@ SERVED_COST = 1 / 256  # with 1 / 128 answers take 3 % longer where long prompts
 MOST_UNCOMPUTED = 2 * PASS_TOKENS
 STAYS = 1 / 2  # of a prompt, at least; the rest is computed in a pass
 # Copying an adapter to the device takes about as long as computing this many tokens of a prompt (``python -m
-# tests.gpu.lora speed``), and may take the slot of one that is asked for next.
+# tests.gpu.lora speed``), and may take the slot of one that the next request needs.
 ADAPTER_TOKENS = 512.0
 FAVOUR = 256.0  # prompt tokens of work, at most, that a session's last target is ahead
 
 
-# To bring a block back from host memory and from disk, where computing it is 1, until a worker has measured it
+# Cost of copying a block back from host memory and from disk, relative to computing it, until a worker has measured it
 # (``Registration.tier_costs``).
 TIER_COSTS = (0.1, 0.5)
 
@@ -155,8 +155,8 @@ TIER_COSTS = (0.1, 0.5)
 class RequestSize(NamedTuple):
     """
     Attributes:
-        tokens: to be in the cache before the first new token.
-        blocks: full blocks of the prompt, at most this many can be reused.
+        tokens: that must be in the cache before the first new token.
+        blocks: full blocks of the prompt; no more can be reused.
         shared: leading blocks that many prompts begin with.
     """
 
@@ -170,8 +170,8 @@ class TargetCost(NamedTuple):
     """The cost of a request at one target.
 
     Attributes:
-        absent_tokens: of the prompt, not on the device: for those that a better target saves, a request waits for it.
-            What that would bring back from a lower tier is there later, too, while others wait for the device.
+        absent_tokens: tokens of the prompt that are not on the device. A request waits for a better target that lacks
+            fewer. Blocks on its lower tiers count as absent: they stay available, while others wait for the device.
         fits: the target has room for the request now.
     """
 
@@ -188,12 +188,12 @@ def favour_tokens(size: RequestSize) -> float:
 
 
 def loading_tokens(adapter: str, registration: Registration) -> float:
-    """What it costs that a worker has an adapter in host memory only."""
+    """The extra cost at a worker that has an adapter only in host memory."""
     return 0.0 if any(each.loaded and each.id == adapter for each in registration.adapters) else ADAPTER_TOKENS
 
 
 def tier_costs(registration: Registration) -> tuple[float, ...]:
-    """Of the lower tiers, in order. A worker computes what it could not bring back faster."""
+    """Costs of a block on the lower tiers, in order; at most 1, since a worker computes what is slower to copy."""
     measured = registration.tier_costs
     costs = (*measured, *TIER_COSTS[len(measured) :])
     return tuple(min(max(each, 0.0), 1.0) for each in costs[: len(TIER_COSTS)])
@@ -207,7 +207,7 @@ def reusable(tiers: Sequence[Any], costs: Iterable[Any], leading: Any, most: Any
             of many targets.
         costs: ``tier_costs``.
         leading: as in ``target_cost``.
-        most: that can be reused.
+        most: number of blocks that can be reused.
         ops: as for ``reuse``.
     """
     held = ops.minimum(ops.maximum(tiers[0], leading), most)
@@ -220,7 +220,7 @@ def reusable(tiers: Sequence[Any], costs: Iterable[Any], leading: Any, most: Any
 
 
 def lower_tiers(tiers: Sequence[int], leading: int, most: int) -> list[int]:
-    """How many of a prompt's leading blocks a target has to bring back from each lower tier. Arguments as above."""
+    """How many of a prompt's leading blocks a target must copy from each lower tier. Arguments as above."""
     held, found = min(max(tiers[0], leading), most), []
     for depth in tiers[1:]:
         found.append(max(0, min(depth, most) - held))
@@ -268,13 +268,13 @@ def target_cost(
 
 
 def absent_tokens(size: Any, device: Any, leading: Any, block_size: Any, ops: Any) -> Any:
-    """As of ``TargetCost``. Arguments as of ``target_cost`` and ``reuse``."""
+    """See ``TargetCost``. For the arguments, see ``target_cost`` and ``reuse``."""
     present = ops.minimum(ops.maximum(device, leading), size.blocks)
     return ops.maximum(1.0, size.tokens - block_size * present)
 
 
 class Scalars:
-    """Of numbers what ``numpy`` does of arrays."""
+    """The functions of ``numpy`` that are used here, for numbers."""
 
     minimum = min
     maximum = max
@@ -285,17 +285,17 @@ class Scalars:
 
 
 class TargetTerms(NamedTuple):
-    """What the formula takes from a target alone, for any request of this many sequences.
+    """The terms of the formula that depend only on the target, for any request of this many sequences.
 
     Attributes:
-        fixed: of the whole request and of its prefill stage.
-        decode: the same of its decode stage.
+        fixed: constant cost of the whole request and of its prefill stage.
+        decode: constant cost of its decode stage.
         slope: for each token to compute.
         held_up: for each token to compute, by the sequences and prompts that it holds up.
         queued: for each token to compute, up to ``PASS_TOKENS``, by the work that it waits for.
         read: for each block of the prompt.
         room: blocks of the prompt, other than those of active requests, up to which the request fits.
-        late: whether it only fits if the target has most of its prompt, so much is there to compute.
+        late: the target has so much to compute that a request fits only if most of its prompt is there.
     """
 
     fixed: Any
@@ -332,12 +332,12 @@ def target_terms(at: Any, sequences: Any, ops: Any, prefill_weight: float = 1.0)
         backlog / PASS_TOKENS,
         block * sequences,
         ops.where(running == 0, math.inf, room),
-        (at.prefill_tokens > MOST_UNCOMPUTED) & (computing > 0),  # an estimate alone would limit a fast target
+        (at.prefill_tokens > MOST_UNCOMPUTED) & (computing > 0),  # a mere estimate would limit a fast target
     )
 
 
 def most_uncached(tokens: Any, ops: Any) -> Any:
-    """Uncached tokens of a prompt up to which it fits at a target that is late; ``ops`` as above."""
+    """Number of uncached tokens up to which a prompt fits at a late target; ``ops`` as above."""
     return ops.minimum(PASS_TOKENS, (1 - STAYS) * tokens)
 
 
@@ -436,7 +436,7 @@ def columns_of(target: RoutingTarget) -> TargetColumns:
 
 
 def is_plain(request: RoutingRequest) -> bool:
-    """Whether a request needs neither a certain worker nor a medium, and produces tokens."""
+    """Whether a request names and avoids no worker, has no media, and produces tokens."""
     return not (request.worker or request.medium or request.output or request.avoid)
 
 
@@ -448,9 +448,9 @@ def aggregated_pool(tracker: LoadTracker, request: RoutingRequest) -> Sequence[R
     return () if any(each.role != "aggregated" for each in serving) else serving
 
 
-# Targets, up to which a loop over them is cheaper in a router. Without anything between two decisions, arrays win from
-# one target on. But each request changes rows that they have to copy, so they win from four on, and after code that
-# empties the caches from nine on.
+# Number of targets up to which a loop is cheaper. Arrays are faster from one target on if nothing happens between two
+# decisions. Since each request changes rows that they have to copy, they are faster from four targets on, and from nine
+# after code that evicts them from the CPU's caches.
 FEW = 4
 
 
@@ -471,7 +471,7 @@ class HeldRequest(NamedTuple):
 def is_ready(held: HeldRequest, targets: Sequence[RoutingTarget]) -> bool:
     """Whether a target has room for the request, and it need not wait for a better one.
 
-    A request that no target ever takes is ready too: it is decided, so that it ends.
+    A request that no target can ever take is ready, too, so that the decision ends it.
 
     Args:
         targets: of its pool.

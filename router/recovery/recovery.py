@@ -44,10 +44,10 @@ LOOK_AGAIN_S = 3.0
 AGAIN_S = 10.0  # between attempts to find a job that the log lacks, or to repeat a failed recovery
 RETURNS_REMEMBERED = 50_000
 FEW = 8  # requests of one shard lie far apart
-UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
+UNKNOWN_S = 30.0  # how long a return of an unknown request is remembered: its job may be read later
 LONGEST_REASON = 200  # characters
-LATE = "resteered"  # begins the reason of a request that waited at a worker that is late
-STALLED = "stalled"  # begins the reason of a request whose worker's engine makes no steps
+LATE = "resteered"  # prefix of the reason of a request that waited at a late worker
+STALLED = "stalled"  # prefix of the reason of a request whose worker's engine makes no steps
 
 
 class Recovery:
@@ -56,8 +56,8 @@ class Recovery:
         router: id of this router.
         owns: whether this router owns the model of a worker. Other routers' models are left to them for two scans;
             then this router acts, too, in case the owner was lost.
-        misses_output: whether a broker without a cluster has just restarted, and a request, by its id, is from before:
-            what was streamed of one with ``no_store`` is being put into memory storage again, and it is not fenced.
+        misses_output: whether a request, by its id, is older than a restart of a broker without a cluster just now. Its
+            output with ``no_store`` is being stored again, so it must not be fenced yet.
         is_held: whether a request, by its id, waits here for its next worker.
         place: gives a later attempt to a worker, or holds it.
         fall_back: runs a later attempt as a fallback of its request, for this reason; False: it has none that can.
@@ -116,7 +116,7 @@ class Recovery:
         self._recover_owned(entry.worker, [entry], WORKER_LOST)
 
     def on_returned(self, request_id: str, attempt: int, why: str) -> None:
-        """A worker returned an attempt, or someone reported that it ended while it ran that."""
+        """A worker returned an attempt, or was reported to have ended while it ran the attempt."""
         ended = self._cluster.returned.of(request_id).get(attempt)
         reason = f"{WORKER_LOST if ended else 'returned'}: {why}"[:LONGEST_REASON]
         self._returned[request_id] = (attempt, reason, time.monotonic())
@@ -193,7 +193,7 @@ class Recovery:
         return list(left.values())
 
     def _due(self, entries: list[ActiveRequest], before: dict[tuple[str, int], int]) -> list[ActiveRequest]:
-        """Those to recover here: of own models, and what its owner has not recovered for two scans."""
+        """Requests to recover here: of own models, and others that their owner has not recovered for two scans."""
         due = []
         for entry in entries:
             name = (entry.request, entry.attempt)
@@ -265,7 +265,7 @@ class Recovery:
             self._postponed.popitem(last=False)
 
     def _unhandled_returns(self, now: float) -> dict[str, list[ActiveRequest]]:
-        """By reason: returns that were read before their job, or whose recovery failed."""
+        """Returns that were read before their job, or whose recovery failed, by reason."""
         returns: dict[str, list[ActiveRequest]] = {}
         for request_id, (attempt, reason, since) in list(self._returned.items()):
             entry = self._cluster.tracker.request(request_id)
@@ -309,7 +309,7 @@ class Recovery:
             self._terminal.end(pending, *failure)
 
     def _failure(self, pending: PendingRequest, attempt: InterruptedAttempt, reason: str) -> tuple[Code, str] | None:
-        """With what a request ends that has no further attempt, unless it falls back to another model."""
+        """The error that ends a request without a further attempt, unless it falls back to another model."""
         if (failure := jobs.failure_in(reason)) is not None:
             return failure
         if reason.startswith(STALLED) and attempt.reason.startswith(STALLED):
@@ -323,8 +323,11 @@ class Recovery:
         return Code.worker_lost, f"{workers} lost or failed while running this request ({reason})"
 
     def _used_up(self, pending: PendingRequest) -> bool:
-        """Whether a request may have no further attempt. Crashes have a limit of their own, no worker failed when
-        another cell returned it or it was not started in time, and a fallback counts from zero."""
+        """Whether a request may have no further attempt.
+
+        Crashes have a separate limit. Returns by another cell and late starts are no failures of a worker. A fallback
+        counts from zero.
+        """
         uncounted = self._cluster.returned.crashes(pending.request.id) + _in_cells(pending)
         uncounted += jobs.waited(pending.earlier_workers, pending.request.fell_back_at)
         before = max(0, pending.request.fell_back_at - 1)
@@ -376,7 +379,7 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
 
 
 async def resume(bus: Bus, pending: PendingRequest) -> PendingRequest:
-    """A request from another cell, behind what it had streamed there: attempt 0 of the token stream has that.
+    """A request from another cell, after its output there, which is attempt 0 of the token stream.
 
     Raises:
         ServingError: it cannot be read (yet).
@@ -414,7 +417,7 @@ async def fence(
 async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
     """Read the job from WORK, as it was published or handed off between stages; False: it cannot be found.
 
-    A broker passes over what its disk has damaged. Of a job that is lost so, the request is read as it was accepted.
+    A broker skips messages that are damaged on disk. If the job is lost, the accepted request is read instead.
     """
     if not attempt.work_seq:
         return False
@@ -432,13 +435,13 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
         attempt.reason = job.decision.reason
         attempt.earlier_workers = jobs.earlier_workers(job)
         return True
-    except msgspec.MsgspecError as error:  # perhaps of a newer version; the other attempts must not wait for it
+    except msgspec.MsgspecError as error:  # perhaps written by a newer version; the other attempts must not wait for it
         log.error("job_unreadable", request=attempt.request_id, seq=attempt.work_seq, error=str(error))
     return False
 
 
 async def _load_request(bus: Bus, attempt: InterruptedAttempt) -> bool:
-    """Read the request from REQUESTS; False: it is gone as well, or its content was in memory storage only."""
+    """Read the request from REQUESTS; False: it was deleted, or its content was only in memory storage."""
     try:
         made_ns = time_of(attempt.request_id)
     except ValueError:

@@ -1,6 +1,6 @@
-"""The side that needs blocks: fetches those of a ticket into its own, or raises the reason why not.
+"""The side that needs blocks: fetches the blocks of a ticket into its own, or raises the reason why it cannot.
 
-Watches the workers that blocks move to and from: connects to new ones before they are used, forgets lost ones.
+Also follows the workers to and from which blocks move: connects to new ones before use, and removes lost ones.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ GRACE_S = 0.5  # how much later than the transfer timeout an owner may reply to 
 
 
 class _Pushing:
-    """A push that an owner was asked for.
+    """A push that was requested from an owner.
 
     Attributes:
         agent: of this worker, whose blocks are written.
         settled: nothing is written any more.
-        timer: until when the owner may say so after the transfer has failed; None: it has not.
+        timer: limit for the owner's reply after the transfer has failed; None: it has not failed.
     """
 
     __slots__ = ("agent", "answer", "owner", "settled", "timer", "transport")
@@ -109,7 +109,7 @@ class BlockReader:
         self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_pushed)
 
     async def close(self) -> None:
-        """The engine and its blocks stay, for the next session: what owners may still write to them is ended."""
+        """End all writes by owners: the engine and its blocks stay for the next session."""
         self._closed = True
         await self._tasks.aclose()
         for reply, push in list(self._pushes.items()):
@@ -124,10 +124,10 @@ class BlockReader:
         """Have another worker pin blocks of its prefix cache.
 
         Args:
-            digests: their names; the ticket has as many leading ones as are there.
+            digests: names of the blocks; the ticket has the leading ones that are there.
 
         Raises:
-            TransferError: it pins none, or does not answer in time.
+            TransferError: the worker pins none, or does not answer in time.
         """
         order = PinPrefix(ticket, self._worker, b"".join(digests), lease_s)
         subject = self._bus.subjects.control(source)
@@ -135,7 +135,7 @@ class BlockReader:
             reply = await self._bus.nc.request(subject, wire.encode(order), timeout=PIN_S)
             pinned = control.decode_pinned(reply.data)
         except (NatsError, TimeoutError) as error:
-            with contextlib.suppress(NatsError):  # it may have pinned them by now, or is about to
+            with contextlib.suppress(NatsError):  # the source may have pinned them, or may do so later
                 await self._bus.nc.publish(subject, wire.encode(Release(ticket, self._worker)))
             raise TransferError("timeout", f"the source did not answer: {error!r}") from None
         except msgspec.MsgspecError as error:
@@ -347,7 +347,7 @@ class BlockReader:
             self._settle(message.subject)
 
     def lost(self, worker: str) -> None:
-        """An owner has left: it will not reply."""
+        """Fail the pushes of an owner that has left, which will not reply."""
         for push in self._pushes.values():
             if push.owner == worker:
                 push.reply(Pushed("peer_lost", "the owner of the blocks has left", settled=False))
@@ -490,7 +490,7 @@ class PeerWatcher:
         connected.add_done_callback(functools.partial(_log_connected, registration.worker))
 
     def _is_partner(self, registration: Registration) -> bool:
-        """Whether blocks move between it and this worker: handed off, or of prefixes where that takes no pushes."""
+        """Whether blocks move between a worker and this one: handed off, or of prefixes if this takes no pushes."""
         if registration.role in PARTNERS.get(self._role, ()):
             return True
         assert registration.transfer is not None

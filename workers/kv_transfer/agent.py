@@ -1,10 +1,10 @@
-"""The interface to the library that moves the bytes: one agent, called from one thread.
+"""The interface to a library that moves bytes (``Agent``), and the memory ranges that an agent copies.
 
-Each library implements these few calls; deadlines, quarantine, checks and renewal are implemented once, above them.
+An agent is called from one thread. Each library implements these few calls; deadlines, quarantine, checks and renewal
+are implemented once, above them.
 
-From block ids to memory ranges that an agent copies, after checking that these blocks may be copied at all.
-
-Pure. Ids are checked here, before an agent sees an address: a wrong one could kill the peer.
+Pure functions check block ids and turn them into memory ranges. The checks come before an agent gets an address: a
+wrong address could kill the peer.
 """
 
 import math
@@ -148,7 +148,7 @@ def copy_ops(
 
 
 class _Part(NamedTuple):
-    """What a pool has of each block."""
+    """The heads of each block that a pool has."""
 
     dtype: str
     rows: int  # of heads in a block: layers, keys and values, tokens
@@ -173,7 +173,7 @@ def _part(pool: Memory) -> _Part | None:
 
 
 def common_heads(own_pool: Memory, peer_pool: Memory) -> range:
-    """The heads of a block that two pools both have; empty, too, if these are not of equal blocks."""
+    """The heads of a block that both pools have; also empty if their blocks differ otherwise."""
     own, peer = _part(own_pool), _part(peer_pool)
     if own is None or peer is None or own[:3] != peer[:3] or own.all != peer.all:
         return range(0)
@@ -181,16 +181,16 @@ def common_heads(own_pool: Memory, peer_pool: Memory) -> range:
 
 
 def same_heads(own_pool: Memory, peer_pool: Memory) -> bool:
-    """Whether two pools, which have heads in common, have the same ones: then blocks are copied whole."""
+    """Whether two pools with common heads have exactly the same ones, so that blocks are copied whole."""
     return (own_pool.first_head, own_pool.layout) == (peer_pool.first_head, peer_pool.layout)
 
 
 def head_copies(
     own_pool: Memory, peer_pool: Memory, local: Sequence[int], remote: Sequence[int]
 ) -> tuple[Iterator[CopyOp], int]:
-    """The copies of the heads that both pools have of these blocks, and how many bytes they are.
+    """The copies of the heads of these blocks that both pools have, and their number of bytes.
 
-    One range per layer and token, where the heads are beside each other.
+    There is one range per layer and token, in which the heads are contiguous.
     """
     own, peer, heads = _part(own_pool), _part(peer_pool), common_heads(own_pool, peer_pool)
     assert own is not None
@@ -259,7 +259,7 @@ def span_bytes(remote: Sequence[int]) -> int:
 
 
 def stale_blocks(read: NDArray[np.uint32], remote: Sequence[int], expected: Sequence[int]) -> list[int]:
-    """The blocks whose generation, in what ``generation_read`` read, is not the expected one."""
+    """The blocks whose generation, as read by ``generation_read``, is not the expected one."""
     now = read[np.array(remote) - min(remote)]
     return list(np.array(remote)[now != np.array(expected, np.uint32)].tolist())
 
@@ -325,4 +325,4 @@ class Agent(Protocol):
         """Drive peers' transfers and connections."""
 
     def close(self) -> None:
-        """Close it and its connections: afterwards none of its transfers moves bytes, and no peer reaches its pools."""
+        """Close the agent and its connections. Then no transfer moves bytes, and no peer reaches its pools."""
