@@ -1,8 +1,8 @@
 """A router replica: reads requests, decides where each one goes, and publishes its job to the first worker.
 
 All state is a fold of logs (KV events, WORK, DONE) and of the workers bucket, so any number of replicas decide alike.
-Each model's requests are held and placed by one of them, its owner (``ownership``). When an owner dies, another replica
-gets the requests that it had not placed; those that it had placed are in WORK.
+One of them, the owner of a model (``ownership``), holds and places its requests. If the owner is lost, another replica
+gets the requests that were not placed; the jobs of placed ones are in WORK.
 """
 
 import asyncio
@@ -66,25 +66,25 @@ log = structlog.get_logger("router")
 CANCELS_REMEMBERED = 50_000
 LONGEST_REASON = 200  # characters
 DRAIN_S = 3.0
-ABSENT_S = 1.0  # without a worker of its model, until a request falls back: one may just be registering again
+ABSENT_S = 1.0  # without a worker of its model, until a request falls back: a worker may be registering again
 READ_AT_ONCE = 16  # requests that were left in the log; each may be as large as a message
-WAKE_LOOK_S = 0.1  # between two looks whether requests wait whose model's workers sleep
-WAKE_AGAIN_S = 5.0  # for one to wake up, before another is asked
-DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again for which there is no space
+WAKE_LOOK_S = 0.1  # between checks for waiting requests of models whose workers sleep
+WAKE_AGAIN_S = 5.0  # for a worker to wake up, before another one is chosen
+DEFERRAL_NS = 2_000_000_000  # until the broker delivers a request again that had no space here
 
 
 class Router:
-    """Works by itself after ``open``; ``close`` returns the requests that are not placed to the broker.
+    """Runs in the background after ``open``; ``close`` returns requests that were not placed to the broker.
 
     Attributes:
-        cluster: the workers and what they have to do, folded from the log.
+        cluster: the workers and their load, folded from the log.
         decider: chooses the targets of a request.
-        held: requests without a target that has room, with the ``tenants``' weights among them.
+        held: requests without a target that has room, ordered by the weights of ``tenants``.
         intake: reads the requests of the models that this router owns.
         terminal: publishes the ends of requests that no worker ends.
         recovery: requests whose worker was lost, hangs or is late.
         deletion: requests that were deleted.
-        maintenance: what is done at intervals.
+        maintenance: periodic tasks.
         memory: the streams in memory storage.
     """
 
@@ -97,7 +97,7 @@ class Router:
         self._cancels: OrderedDict[str, str] = OrderedDict()  # request -> reason
         self._time_slice = TimeSlice()
         self._placing_held = False
-        self._several: Callable[[], bool] = lambda: False  # whether there are other cells, as far as is known
+        self._several: Callable[[], bool] = lambda: False  # whether other cells are known
         self._reading = asyncio.Semaphore(READ_AT_ONCE)
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
@@ -239,7 +239,7 @@ class Router:
         await self.cluster.stop()
 
     async def _wake_sleepers(self) -> None:
-        """Wake a worker for requests that wait and no other takes, of each model one at a time; never returns."""
+        """Wake workers for requests that no awake worker takes, one at a time for each model; never returns."""
         asked: dict[str, float] = {}  # worker -> when
         while True:
             await asyncio.sleep(WAKE_LOOK_S)
@@ -260,7 +260,7 @@ class Router:
         """Further requests of a class that may be read from the log."""
         return 0 if self.maintenance.work_is_full else self.held.space(priority)
 
-    # The way of a request: decode, check, decide, publish its job or hold it, acknowledge.
+    # The path of a request: decode, check, decide, publish its job or hold it, acknowledge.
 
     async def on_request(self, message: Any) -> None:
         """Place a request as it comes from the log, for the first time or redelivered."""
@@ -273,7 +273,7 @@ class Router:
         if request.id in self.deletion.deleted.until:  # it is delivered again until it is erased
             self.deletion.came_back(self._bus.subjects.stream("REQUESTS"), sequence(message.reply), request.id)
             return
-        if not self.intake.owns(request.model):  # passed on by a router that takes this one for the owner
+        if not self.intake.owns(request.model):  # passed on by a router that considers this one the owner
             await self.cluster.fold_unowned()
         await self.cluster.folded()
         active = self.cluster.tracker.request(request.id)
@@ -298,7 +298,7 @@ class Router:
         """Give a request to a worker, end it, or hold it; False: it is held. Errors concern this request only.
 
         Args:
-            held: it has waited for its turn, and may wait further for a better worker.
+            held: the request has waited for its turn, and may wait longer for a better worker.
         """
         request = pending.request
         try:
@@ -315,7 +315,7 @@ class Router:
                 self._hold(pending)
                 self._place_held_soon()  # it may be due before those
                 return False
-            if self._misses_content(pending):  # it is being put again
+            if self._misses_content(pending):  # it is being stored again
                 self._hold(pending)
                 return False
             keys = keys_view(request.digests)
@@ -332,7 +332,7 @@ class Router:
                 job, load = self._admit(pending, decision, inputs, keys, now_ns)
                 if pending.raw:
                     await self._publish_job(pending, decision, job, load)
-                else:  # the requests behind it do not wait for that
+                else:  # later requests do not wait for that
                     self._background.spawn(self._publish_left(pending, decision, job, load), "read-again")
                 return True
             if decision.code is not None and not decision.route:
@@ -360,7 +360,7 @@ class Router:
         """Run a request as the first of its fallbacks that has workers; False: none has, or it may not.
 
         Args:
-            pending: not held. What streams of its earlier attempts is void.
+            pending: a request that is not held. Later output of its earlier attempts is void.
         """
         request, number = pending.request, self._usable_fallback(pending)
         if not number:
@@ -378,7 +378,7 @@ class Router:
         return True
 
     async def fall_back_held(self, pending: PendingRequest, now_ns: int) -> bool:
-        """The same for a held request that has waited for long enough; False: it is held, or was placed meanwhile."""
+        """Fall back for a held request that has waited long enough; False: it is still held, or was placed."""
         request, serving = pending.request, self.cluster.tracker.serving
         absent_s = ABSENT_S + (self._settings.migrate_after_s if self._several() else 0.0)
         why = why_fall_back(pending, run_together(serving(request.model)), now_ns, absent_s)
@@ -435,7 +435,7 @@ class Router:
             self._hold(pending)
 
     def _misses_content(self, pending: PendingRequest) -> bool:
-        """Whether a broker without a cluster has just restarted, and this request is from before."""
+        """Whether this request is older than a restart of a broker without a cluster just now."""
         request = pending.request
         if not request.no_store or not self.memory.settling:
             return False
@@ -450,7 +450,7 @@ class Router:
         return self.memory.misses(made_ns - CLOCK_SKEW_NS)
 
     def _must_wait(self, pending: PendingRequest, now_ns: int) -> bool:
-        """Look how a request may run, and whether it has to wait for that."""
+        """Find out how a request may run, and whether it must wait."""
         repeats, watched = pending.request.repeats_poison, pending.request.watched
         if pending.attempt == 1 and not repeats:
             return False
@@ -503,7 +503,7 @@ class Router:
         keys: Sequence[int],
         now_ns: int,
     ) -> tuple[jobs.Job, LoadHeader]:
-        """Count a request where it goes, before the next decision. Returns its job, and what others fold of it."""
+        """Count a request at its targets, before the next decision. Returns its job, and the part that others fold."""
         request, prefill = pending.request, self.cluster.tracker.worker(decision.prefill_worker)
         assert prefill is not None
         weight = self.tenants.weights.get(request.tenant, 1.0)
@@ -587,7 +587,7 @@ class Router:
         stored.add_done_callback(functools.partial(self._on_job_stored, pending))
 
     async def _encode(self, request: GenerateRequest, job: jobs.Job, now_ns: int) -> tuple[bytes, str]:
-        """A job as WORK holds it, and the part that has it whole, which is sent to memory storage and not waited for.
+        """A job for WORK, and the complete one, which is sent to memory storage without waiting.
 
         Raises:
             ServingError: body_too_large.

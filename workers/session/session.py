@@ -117,14 +117,14 @@ class WorkerSession:
     """Run ``open``, then wait for ``lost``; end with ``drain``, ``fail`` or ``fence``.
 
     Args:
-        broker: which the handler of jobs subscribes with.
-        make_runner: makes what runs the requests of this session.
-        journal: where to note what runs; None: nowhere.
+        broker: with which the handler of jobs subscribes.
+        make_runner: makes the runner of this session's requests.
+        journal: records running requests; None: they are not recorded.
     Attributes:
-        requests: those that run, and those whose end is not stored yet.
-        contents: reads what lies in memory storage.
+        requests: running ones, and those whose end is not stored yet.
+        contents: reads contents from memory storage.
         reporter, terminal: publish tokens and events, and ends of requests.
-        housekeeping: what is done at intervals.
+        housekeeping: periodic tasks.
         tasks: of this session; a failure of one ends the process.
     """
 
@@ -201,7 +201,7 @@ class WorkerSession:
         """How many more jobs to pull."""
         room = self.runner.slots + self.runner.queue
         if self._state is not fleet.WorkerState.ready:
-            return room  # a draining worker takes jobs to requeue them at once
+            return room  # a draining worker takes jobs to requeue them immediately
         # While terminal events cannot be stored, as many jobs again are taken, then none.
         taken = len(self.requests.running) + len(self._restoring)
         return room - taken - max(0, len(self.requests.ending) - room)
@@ -219,8 +219,10 @@ class WorkerSession:
         await self._bus.nc.publish(received.delivery.reply, ACK)
 
     def _with_sent_content(self, received: _Received) -> _Received | None:
-        """A job with all that belongs to it; None: it is not to start yet. Its content has to be read, since the router
-        could not have it sent here before; or it runs as a fallback."""
+        """A complete job; None: it cannot start yet.
+
+        Its content must be read first, if the router could not send it here before; or it runs as a fallback.
+        """
         request = received.request
         if request.fallback:
             return None  # its readers are informed first
@@ -270,10 +272,10 @@ class WorkerSession:
             await self._time_slice.yield_if_spent()
 
     async def _accept_restored(self, restoring: _Restoring, parts: Sequence[bytes] = ()) -> None:
-        """Start a job once its content is there; without, it ends.
+        """Start a job once its content is there; without content, the job ends.
 
         Args:
-            parts: its content; empty: to be read.
+            parts: its content; empty: read it first.
         """
         received = restoring.received
         job, request = received.job, received.request
@@ -332,7 +334,7 @@ class WorkerSession:
     async def _content(self, received: _Received) -> Sequence[bytes]:
         """
         Raises:
-            ServingError: the content is gone.
+            ServingError: the content was deleted.
         """
         names = _part_names(received)
         return await asyncio.gather(*(fetch(self._bus, self._memory, received.request, name) for name in names))
@@ -364,7 +366,7 @@ class WorkerSession:
     # --- admit ---
 
     async def _admit(self, received: _Received) -> None:
-        """Run a new request, or end or requeue it at once."""
+        """Run a new request, or end or requeue it immediately."""
         job, request = received.job, received.request
         delivery, stage_input = received.delivery, received.stage_input
         try:
@@ -409,7 +411,7 @@ class WorkerSession:
             self.terminal.fail(running, "its start", error)
 
     def _is_alone(self, running: RunningRequest) -> bool:
-        """Whether all others have ended, and that is stored."""
+        """Whether all other requests have ended, and their ends are stored."""
         return not self.requests.ending and all(other is running for other in self.requests.running.values())
 
     def _on_settled(self) -> None:
@@ -533,10 +535,10 @@ class WorkerSession:
         )
 
     async def drain(self, timeout: float, hurried: asyncio.Event | None = None) -> None:
-        """Finish what runs, requeue what has not started, unregister.
+        """Finish running requests, requeue those that have not started, and unregister.
 
         Args:
-            timeout: in seconds; then what still runs is requeued.
+            timeout: in seconds; requests that still run then are requeued.
             hurried: the same when it is set, at once.
         """
         if self._state is not fleet.WorkerState.draining:

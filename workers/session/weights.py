@@ -1,12 +1,12 @@
 """A worker's weights while it runs: replaced by those of another folder, or in host memory while it sleeps.
 
-What an operator asks of a model's weights is an entry of a bucket on the broker, so that every worker of the model
-follows it, also one that was down meanwhile: it has the entry's weights before it is registered, or it does not start.
-A request begins with one revision. When weights are replaced, running ones end first or continue with the new ones, and
-nothing that was cached is found again, since the revision is in the names of blocks.
+An operator's command is stored as an entry of a bucket on the broker, so that every worker of the model follows it. A
+worker that was down loads the entry's weights before it registers, or does not start. When weights are replaced,
+running requests end first, or continue with the new weights. Cached blocks are not found again, since their names
+include the revision.
 
-Workers that share a device take turns: one is awake, and holds a lock on a file of the machine. Another that wants to
-wake up holds a second one meanwhile, by which the first learns that it is asked for. Locks end with their processes.
+Workers that share a device take turns: one is awake, and holds a lock on a file of the machine. A worker that waits for
+the device holds a second lock, which shows the first one that it must yield. Locks end with their processes.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ from penstock.workers.session.requests import RunningRequest
 log = structlog.get_logger("weights")
 
 BUCKET = "weights"
-LOOK_S = 0.02  # between two looks whether running requests have ended, or the device is free
+LOOK_S = 0.02  # between checks whether running requests have ended, or the device is free
 MOST_REASON = 500  # characters of an error in a registration
 READS = 3  # of a folder that changes meanwhile
-TURN_S = 2.0  # that a worker with requests is awake, at least, before it makes room for another,
-TURN_SHARE = 4.0  # and times as long as it takes to change: a fifth of the device's time at most
-GAP_S = 0.5  # without requests after which it makes room at once; clients that ask one by one leave shorter ones
-AFTER_S = 0.1  # for which a worker that just slept leaves the turn to those that have waited
-ROOM_S = 600.0  # for its running requests to finish then
+TURN_S = 2.0  # shortest time that a worker with requests is awake before it makes room for another,
+TURN_SHARE = 4.0  # and this many times the duration of a change: a fifth of the device's time at most
+GAP_S = 0.5  # without requests, after which it makes room; sequential clients leave shorter gaps
+AFTER_S = 0.1  # for which a worker that just fell asleep leaves the device to waiting ones
+ROOM_S = 600.0  # for its running requests to finish before that
 
 
 class WeightsError(Exception):
-    """What was asked for cannot be done; everything is as before."""
+    """A command cannot be carried out; nothing has changed."""
 
 
 class DeviceTurn:
@@ -97,7 +97,7 @@ class DeviceTurn:
         return self._awake >= 0
 
     def leave(self) -> None:
-        """Give the device back, and want it no longer."""
+        """Release the device, and stop waiting for it."""
         for descriptor in (self._awake, self._next):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -116,10 +116,10 @@ def _locked(file: Path) -> int:
 
 
 class RequestHolder(Protocol):
-    """What runs requests, as its weights see it."""
+    """The interface of the request runner that replacing weights needs."""
 
     def begun(self) -> int:
-        """Requests of which something was computed or is under way, and whose end is not stored."""
+        """Requests that have begun to be computed, and whose end is not stored."""
 
     async def park_waiting(self) -> None:
         """Take sequences that have not started back from the engine, and keep them until ``submit_parked``."""
@@ -136,17 +136,17 @@ class WeightsTable:
     Args:
         call: runs a function in the engine thread.
         folder: of the weights that the flags name.
-        served: its revision and source follow the weights.
+        served: the served model; its revision and source follow the weights.
         changed: publishes the registration again.
         stays: why the KV cache cannot leave the device; "": it can.
         turn: of a shared device, which this worker holds; None: it shares none.
         receive: receives a trainer's tensors, as of a rank, into a folder, until the event is set, or raises
             ``WeightsError``; None: none are taken.
     Attributes:
-        holds: no request is to be submitted; the runner parks them.
-        frozen: nor is anything computed.
-        shown: what is registered.
-        watches: whether ``look`` is to be called.
+        holds: the runner must not submit requests, and parks them.
+        frozen: nothing is computed, either.
+        shown: the registered state.
+        watches: whether ``look`` must be called.
     """
 
     def __init__(
@@ -206,10 +206,10 @@ class WeightsTable:
     # --- sessions ---
 
     async def follow(self, context: SessionContext, holder: RequestHolder) -> None:
-        """Have the weights that operators asked for, before the worker is registered, and follow what they ask for.
+        """Load the weights that operators requested, before the worker is registered, and follow their commands.
 
         Raises:
-            ServingError: it cannot have them.
+            ServingError: the weights cannot be loaded.
         """
         self._context, self._holder, self._registered = context, holder, False
         self._entry = None
@@ -234,7 +234,7 @@ class WeightsTable:
             )
 
     async def keep(self) -> None:
-        """Do what entries ask for as they come; runs until it is cancelled."""
+        """Carry out entries as they arrive, until cancelled."""
         self._registered = True
         while True:
             await self._news.wait()
@@ -262,10 +262,10 @@ class WeightsTable:
             return
         self._news.set()
 
-    # --- what is asked for ---
+    # --- operators' commands ---
 
     async def _reconcile(self) -> bool:
-        """Do what the entry asks for; True: something changed."""
+        """Carry out an entry; True: something changed."""
         async with self._lock:
             self._news.clear()
             if self._entry is None or self._entry[1] == self.shown.entry:
@@ -297,7 +297,7 @@ class WeightsTable:
     async def _update(self, entry: WeightsEntry) -> None:
         """
         Raises:
-            WeightsError, RequestError: they cannot be replaced; the present ones serve on.
+            WeightsError, RequestError: the weights cannot be replaced, and stay.
         """
         folder = self._within(entry.path) if entry.path else self._folder
         if entry.received:
@@ -376,7 +376,7 @@ class WeightsTable:
         log.info("tensors_received", update=source.number, revision=revision, backend=source.backend, seconds=took)
 
     async def _tidy(self) -> None:
-        """Keep of all that was received what is served, which a restart needs."""
+        """Delete received weights except those that are served, which a restart needs."""
         self._show(received="")
         self._ahead = None
         if self._receive is not None and self._staging.is_dir():
@@ -387,7 +387,7 @@ class WeightsTable:
     async def _read(self, folder: Path) -> Any:
         """
         Raises:
-            RequestError: its weights cannot be used.
+            RequestError: the weights cannot be used.
         """
         weights = await asyncio.wrap_future(self._call(_weights_of))
         return await asyncio.to_thread(weights.read, folder)
@@ -396,8 +396,8 @@ class WeightsTable:
         """The revision of what was read: a trainer may still write.
 
         Raises:
-            RequestError: it cannot be used; the present weights serve on.
-            EngineError: the folder changes all the time.
+            RequestError: the weights cannot be used; the present ones stay.
+            EngineError: the folder keeps changing.
         """
         old, served = self._served.revision, self._served
         for _ in range(READS):
@@ -423,7 +423,7 @@ class WeightsTable:
     def _within(self, path: str) -> Path:
         """
         Raises:
-            WeightsError: no folder in which weights are allowed has it.
+            WeightsError: the path is in no folder in which weights are allowed.
         """
         if not self._roots:
             raise WeightsError("this worker has no --weights-folder, within which weights are read while it runs")
@@ -436,7 +436,7 @@ class WeightsTable:
     def _revision(self, folder: Path) -> str:
         """
         Raises:
-            WeightsError: no model, or one with another tokenizer.
+            WeightsError: the folder has no model, or one with another tokenizer.
         """
         try:
             has_tokenizer = text_files.file_of(folder) is not None
@@ -451,7 +451,7 @@ class WeightsTable:
     async def _pause(self, entry: WeightsEntry) -> None:
         """
         Raises:
-            WeightsError: requests still run after the time that they have.
+            WeightsError: requests still run after their time limit.
         """
         if entry.paused and not self._paused:
             if not self.shown.asleep:
@@ -469,7 +469,7 @@ class WeightsTable:
     # --- pause and resume ---
 
     async def _quiet(self, running: str, within_s: float) -> None:
-        """Submit nothing more; finish or pause running requests. Then nothing is computed until ``_release``.
+        """Stop submitting, and finish or pause running requests. Then nothing is computed until ``_release``.
 
         Raises:
             WeightsError: requests still run after ``within_s`` seconds; they continue.
@@ -501,7 +501,7 @@ class WeightsTable:
             raise
 
     async def _release(self) -> None:
-        """Compute again, and submit what has waited."""
+        """Resume computing, and submit parked requests."""
         assert self._holder is not None
         self.holds = self.frozen = False
         self._show()
@@ -518,7 +518,7 @@ class WeightsTable:
         return Ok(await self._fall_asleep(order.within_s))
 
     def wake(self) -> None:
-        """Begin to wake up, unless it is awake or does so."""
+        """Begin to wake up, unless the worker is awake or waking up."""
         if self.shown.asleep and (self._task is None or self._task.done()):
             self._spawn(self._wake_up())
 
@@ -545,7 +545,7 @@ class WeightsTable:
         self._task = self._context.tasks.spawn(work, name="sleep")
 
     async def _fall_asleep(self, within_s: float) -> str:
-        """Why it cannot; "": it sleeps."""
+        """Fall asleep. Returns why this is impossible; "": the worker sleeps."""
         async with self._lock:
             if self.shown.asleep:
                 return ""
@@ -582,7 +582,7 @@ class WeightsTable:
         await self._register()
 
     async def _wake_now(self) -> None:
-        """Bring the weights back. It stays held."""
+        """Bring the weights back. The scheduler stays held."""
         if self._turn is not None:
             await asyncio.sleep(max(0.0, self._slept_at + AFTER_S - time.monotonic()))
             while not self._turn.take():  # noqa: ASYNC110 - another process
