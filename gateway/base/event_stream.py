@@ -8,6 +8,7 @@ One call of the encoder, or one copy of a large string, holds the interpreter un
 of log-probabilities in one call block the event loop for 50 to 100 ms. Between two slices the event loop runs.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -24,15 +25,13 @@ _MAX_DIGITS = 15
 _json = msgspec.json.encode
 
 # Line ends of ``str.splitlines``, httpx's ``iter_lines`` or Node's ``readline`` that JSON does not have to escape.
-_LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
+_ESCAPED = {b"\xe2\x80\xa8": rb"\u2028", b"\xe2\x80\xa9": rb"\u2029", b"\xc2\x85": rb"\u0085"}
+LINE_ENDS = re.compile(b"|".join(_ESCAPED))
 
 
 def within_lines(data: bytes) -> bytes:
     """Escape characters in JSON, or in events of JSON, that some clients take for the end of a line."""
-    if b"\xe2\x80" in data or b"\xc2\x85" in data:
-        for character, escaped in _LINE_ENDS:
-            data = data.replace(character, escaped)
-    return data
+    return LINE_ENDS.sub(lambda found: _ESCAPED[found[0]], data)
 
 
 def error_event(error: ServingError, *, finished: bool) -> bytes:

@@ -315,8 +315,12 @@ def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
         return render(messages)
     except TemplateBudgetError:
         raise
-    except TemplateError as error:
-        refusal = error
+    except TemplateError as refusal:
+        return _rendered_adapted(messages, refusal, render)
+
+
+def _rendered_adapted(messages: Messages, refusal: TemplateError, render: Callable[[Messages], str]) -> str:
+    """As ``rendered``, behind a refusal, which is raised if no adaptation helps."""
     reason = str(refusal)
     for adapt in _ADAPTATIONS:
         if (adapted := adapt(messages)) is None:
@@ -600,12 +604,19 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     if body.continue_final_message:
         ends = PromptEnd.last_text
     refusal: TemplateError | None = None
+    messages = suited(messages, template)
     for offered in (tools, _described(tools)) if tools else (tools,):
         try:
-            return rendered(
-                suited(messages, template),
-                lambda each, offered=offered: template.render(each, offered, ends, body.documents, **variables),  # type: ignore[misc]
-            )
+            try:  # without the frames of ``rendered``: most templates refuse nothing
+                return template.render(messages, offered, ends, body.documents, **variables)
+            except TemplateBudgetError:
+                raise
+            except TemplateError as error:
+                return _rendered_adapted(
+                    messages,
+                    error,
+                    lambda each, offered=offered: template.render(each, offered, ends, body.documents, **variables),  # type: ignore[misc]
+                )
         except TemplateBudgetError as error:
             raise _too_costly(error) from None
         except TemplateError as error:

@@ -156,7 +156,7 @@ def with_streams(script: str) -> str:
     return script.replace("KEY=$(", 'penstock streams apply --nats-url "$URL" > /dev/null\nKEY=$(') + "\necho $KEY"
 
 
-STREAMS = "max_payload: 8MB\njetstream {{ store_dir: {} }}\n"
+STREAMS = "max_payload: 8MB\njetstream {{ store_dir: {}, max_file_store: 64GB }}\n"  # whatever the disk has free
 ACCOUNTS = "accounts {{ A {{ jetstream: enabled, users: [{}] }} }}\n"
 
 
