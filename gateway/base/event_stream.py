@@ -26,12 +26,12 @@ _json = msgspec.json.encode
 
 # Line ends of ``str.splitlines``, httpx's ``iter_lines`` or Node's ``readline`` that JSON does not have to escape.
 _ESCAPED = {b"\xe2\x80\xa8": rb"\u2028", b"\xe2\x80\xa9": rb"\u2029", b"\xc2\x85": rb"\u0085"}
-LINE_ENDS = re.compile(b"|".join(_ESCAPED))
+_LINE_ENDS = re.compile(b"|".join(_ESCAPED))
 
 
 def within_lines(data: bytes) -> bytes:
     """Escape characters in JSON, or in events of JSON, that some clients take for the end of a line."""
-    return LINE_ENDS.sub(lambda found: _ESCAPED[found[0]], data)
+    return _LINE_ENDS.sub(lambda found: _ESCAPED[found[0]], data)
 
 
 def error_event(error: ServingError, *, finished: bool) -> bytes:
