@@ -81,7 +81,11 @@ async def test_draining_and_restarting_everything_fails_no_request(
     clients = [asyncio.create_task(client(number)) for number in range(6)]
     before = pids()
     assert await command(drain.run, "worker-0") == 0
-    assert pids()["worker-0"] is None, "it stays down"
+
+    async def ended() -> bool:
+        return pids()["worker-0"] is None
+
+    await until(ended, "worker-0 has ended, and stays down")
     assert await command(drain.run, "worker-1") == 1, "it is the last one"
     assert await command(restart.run, "worker-0") == 0
     await kill_restart(fleet, tmp_path)
