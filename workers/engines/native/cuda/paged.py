@@ -58,7 +58,7 @@ class Division(NamedTuple):
 
 
 def division(rows: int, kv_heads: int) -> Division:
-    """Rows of equal length get as many items as ``num_splits``: above the mean, few are divided."""
+    """Rows of equal length are whole if they fill the GPU; of unequal ones, those far above the mean are divided."""
     target = max(-(-PROGRAMS // kv_heads), rows - rows // 5)
     return Division(target, min(MOST_ITEMS, next_power_of_2(target)), rows + target)
 

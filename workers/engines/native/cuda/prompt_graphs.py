@@ -14,7 +14,7 @@ from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
 
 # Rows that graphs are captured for. Beyond, computing an 8B model takes longer than launching, which takes the host 30
-# to 50 ms beside the threads of a worker (H200, 16 cores). Products compute 128 rows at a time.
+# to 50 ms beside the threads of a worker (two H200, 32 cores). Products compute 128 rows at a time.
 ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, *range(768, 2561, 128))
 SMALL = 640  # rows of graphs that are captured whatever memory there is
 DECODES = 64  # leading rows that can be decoded
