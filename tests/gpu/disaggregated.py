@@ -150,18 +150,18 @@ async def timelines(state: DeploymentState, since_ns: int) -> list[list[float]]:
 LEDGER = {"offered": "offered", "leased": "transfer begun", "read": "KV there"}
 
 
-def timeline(state: DeploymentState, since_ns: int) -> dict[str, dict[str, float]]:
-    """Medians and 95th percentiles."""
+def timeline(state: DeploymentState, since_ns: int) -> dict[str, dict[str, Any]]:
+    """Medians and 95th percentiles, and what they are of."""
     found = asyncio.run(timelines(state, since_ns))
     columns = {part: [each[number] for each in found] for number, part in enumerate(PARTS)}
     return {
-        part: {"count": len(ms), "p50_ms": statistics.median(ms), "p95_ms": sorted(ms)[int(0.95 * len(ms))]}
+        part: {"count": len(ms), "p50_ms": statistics.median(ms), "p95_ms": sorted(ms)[int(0.95 * len(ms))], "ms": ms}
         for part, ms in columns.items()
         if ms
     }
 
 
-def print_timeline(layout: str, what: str, found: dict[str, dict[str, float]]) -> None:
+def print_timeline(layout: str, what: str, found: dict[str, dict[str, Any]]) -> None:
     if not found:
         return
     print(f"{layout}: {what}: of {found[PARTS[0]]['count']} handoffs, ms after the first token, p50 (p95): "

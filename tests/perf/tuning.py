@@ -294,7 +294,7 @@ def writes(rounds: int) -> list[Figure]:
         return took[len(took) // 4]
 
     real, interval = engine_loop.WRITE_S, sys.getswitchinterval()
-    sys.setswitchinterval(0.001)  # as in ``run_worker``
+    sys.setswitchinterval(0.0001)  # as in ``run_worker``
     times = []
     try:
         for engine_loop.WRITE_S in (real, 0.0):

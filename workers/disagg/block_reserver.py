@@ -6,6 +6,7 @@ request is still on its way.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -89,12 +90,14 @@ class BlockReserver:
 
 ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end, and from there to its request
 MOST_ANNOUNCED = 256  # prompts
+MOST_BEHIND_S, BEHIND_SHARE = 0.01, 0.2  # from a prompt's KV to its request: the longest, and the weight of the last
+SUBMIT_S = 0.0003  # from taking the blocks of a request to its submission
 
 
 class _Announced:
     """A prompt whose request has not come."""
 
-    __slots__ = ("began", "order", "reading", "ticket", "timer", "wait", "whole")
+    __slots__ = ("began", "order", "read_at", "reading", "ticket", "timer", "wait", "whole")
 
     def __init__(self, order: Reserve, wait: BlockWait[BlockReservation], timer: asyncio.TimerHandle) -> None:
         self.order = order
@@ -105,6 +108,7 @@ class _Announced:
         self.whole: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         self.reading: asyncio.Task[BlockReservation | None] | None = None
         self.began = False  # whether reading began, which frees the blocks itself if it fails
+        self.read_at = 0.0  # when all was read, monotonic, of a prompt whose leading layers were read before
 
 
 class AnnouncedPrompts:
@@ -119,6 +123,7 @@ class AnnouncedPrompts:
         self._tasks = tasks.group("announced")
         self._reader = reader
         self._open: dict[str, _Announced] = {}  # by ticket
+        self._behind_s = 0.0  # how long after its KV a long prompt's request came lately; 0: unknown
 
     def __len__(self) -> int:
         return len(self._open)
@@ -155,6 +160,10 @@ class AnnouncedPrompts:
         if announced is None:
             return None
         announced.timer.cancel()
+        if announced.read_at:
+            behind_s = min(time.monotonic() - announced.read_at, MOST_BEHIND_S)
+            self._behind_s += (BEHIND_SHARE if self._behind_s else 1.0) * (behind_s - self._behind_s)
+            self._engine.expect(SUBMIT_S)
         order, known = announced.order, announced.ticket
         if (order.owner, order.digests, order.tails, order.users) != (ticket.worker, b"".join(names), tails, users) or (
             known is not None and _content(known) != _content(ticket)
@@ -229,6 +238,10 @@ class AnnouncedPrompts:
                 leading = NO_LAYERS
             with self._freed_if_it_fails(free):
                 await self._reader.fetch(whole, positions, local, reservation.fills, leading=leading)
+            if leading is not NO_LAYERS and whole.id in self._open:
+                announced.read_at = time.monotonic()
+                if self._behind_s:
+                    self._engine.expect(self._behind_s + SUBMIT_S)
         return reservation
 
     @contextmanager

@@ -118,9 +118,12 @@ PACE_WINDOW_S = 30.0
 # before the end of the step in flight, so that it includes sequences which arrive until then. It should be launched
 # ``AHEAD_S`` before that end. Planning begins ``LEAD_S`` before the end at first; the lead adapts to how early the last
 # launches were, and grows after each one that was so late that the device was idle.
-AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0005, 0.002, 0.05
+AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0003, 0.002, 0.05
 LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
+# How much later a step is planned if a sequence is expected meanwhile, and how late that may be. Otherwise the sequence
+# would wait for a whole step.
+MOST_HELD_S, EXPECTED_LATE_S = 0.002, 0.0005
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 
@@ -214,6 +217,8 @@ class EngineLoop:
         self._lead_is_all = False  # the step in flight is no longer than that: the next is planned at once
         self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
+        self._expected_at = 0.0  # a sequence with a reservation is submitted about then, by the clock; 0: none is
+        self._held = False  # the next step is planned later for it
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
         self._ended_error: EngineError | None = None  # ``end`` was called
@@ -240,6 +245,8 @@ class EngineLoop:
         """Submit all sequences of a request. If the engine refuses one, none runs, and ``refused`` is called."""
 
         def run(engine: Engine) -> None:
+            if requests[0].reservation is not None:
+                self._expected_at = 0.0
             done: list[SequenceRequest] = []
             try:
                 for request in requests:
@@ -327,6 +334,10 @@ class EngineLoop:
 
         self._commands.put(run)
 
+    def expect(self, within_s: float) -> None:
+        """A sequence with a reservation is probably submitted then: a step planned just before may wait for it."""
+        self._expected_at = self._clock() + within_s
+
     def wake(self) -> None:
         """Check whether the engine has work."""
         self._commands.put(lambda engine: None)
@@ -366,7 +377,7 @@ class EngineLoop:
         if self._writes_until and self._in_flight and (writes_s := self._writes_until - self._clock()) > 0:
             return writes_s
         if working and self._ahead < MAX_AHEAD:
-            early_s = self._plan_at - self._clock()
+            early_s = self._early_s()
             return early_s if early_s > 0 else self._step(engine)
         self.pace.waits()
         self._plan_late(0.0, None, prompts=False)
@@ -430,6 +441,16 @@ class EngineLoop:
             self._writes_until = now + pause if pause else 0.0
         return pause
 
+    def _early_s(self) -> float:
+        """For how long the next step is not planned yet."""
+        now, expected_at = self._clock(), self._expected_at
+        if not self._plan_at or now < self._plan_at or not now - EXPECTED_LATE_S < expected_at:
+            return self._plan_at - now
+        if expected_at - self._plan_at > MOST_HELD_S:
+            return 0.0
+        self._held = True
+        return expected_at + EXPECTED_LATE_S - now
+
     def _plan_late(self, now: float, ahead_s: float | None, *, prompts: bool) -> None:
         """Set when the next step is planned.
 
@@ -437,7 +458,8 @@ class EngineLoop:
             ahead_s: of ``StepResult``, for the step that has returned.
             prompts: that step computed prompts, so its duration predicts nothing.
         """
-        waited, self._waits_from, self._plan_at = self._plan_at, 0.0, 0.0
+        waited, self._waits_from, self._plan_at = self._plan_at and not self._held, 0.0, 0.0
+        self._held = False
         before, self._returned_at = self._returned_at, now if ahead_s is not None else 0.0
         if ahead_s is None:
             return

@@ -19,9 +19,11 @@ from penstock.schemas.requests import Sampling, Stop
 from penstock.schemas.tokens import PROMPT, Logprob, TokenItem
 from penstock.workers.engine_loop.loop import (
     AHEAD_S,
+    EXPECTED_LATE_S,
     FAST_STEP_S,
     LEAST_WAIT_S,
     MAX_AHEAD,
+    MOST_HELD_S,
     WRITE_S,
     WRITE_SHARE,
     EngineLoop,
@@ -372,6 +374,72 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
     made.step_s, made.launch_s = 0.006, 0.0005  # fewer rows: a step takes less than it was planned ahead
     assert loop._lead_s > made.step_s
     assert waits(400)[-5:] == pytest.approx([0.006 - 0.0005 - AHEAD_S] * 5, abs=1e-5)
+
+
+def test_a_step_waits_for_a_sequence_that_is_expected_within_milliseconds() -> None:
+    made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), 0.006, 0.0005)
+    loop = EngineLoop(clock=lambda: made.now)
+    flushes: list[Flush] = []
+    loop.begin_session(flushes.append)
+    loop.submit([sequence(new_choice("long"), [1, 2], 900)], refuse)
+
+    def pause() -> float:
+        """The next one."""
+        while True:
+            found = loop.advance(made) or 0.0
+            while flushes:
+                flushes.pop()
+                loop.flush_consumed()
+            if found:
+                return found
+
+    def until_planned() -> None:
+        while not loop._plan_at or made.now < loop._plan_at:
+            made.now += pause()
+
+    while made.steps < 80:
+        made.now += pause()
+    until_planned()
+    steps, lead_s = made.steps, loop._lead_s
+    loop.expect(MOST_HELD_S / 2)
+    assert pause() == pytest.approx(MOST_HELD_S / 2 + EXPECTED_LATE_S)
+    made.now += 0.001
+    loop.submit([sequence(new_choice("another"), [3, 4], 9)], refuse)
+    assert pause() == pytest.approx(MOST_HELD_S / 2 + EXPECTED_LATE_S - 0.001)
+    assert made.steps == steps
+    loop._expected_at = 0.0  # as a submission with a reservation does
+    pause()
+    assert made.steps > steps
+    assert loop._lead_s == lead_s  # why that one was late says nothing of later ones
+
+    until_planned()
+    steps = made.steps
+    loop.expect(MOST_HELD_S + 0.001)  # too late to wait for
+    pause()
+    assert made.steps > steps
+
+    until_planned()
+    steps = made.steps
+    loop.expect(0.001)
+    made.now += pause()  # it did not come
+    pause()
+    assert made.steps > steps
+
+
+def test_what_is_submitted_with_a_reservation_was_expected() -> None:
+    loop = EngineLoop()
+    made = Counted(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)))
+    loop.expect(10.0)
+    assert made.kv_transfer is not None
+    reservation = made.kv_transfer.reserve([], 1, 1, 2)
+    assert reservation is not None
+    made.kv_transfer.adopt(reservation)
+    adopted = SequenceRequest(
+        new_choice("adopted"), [3, 4], Sampling(), Stop(9), generated=[5], reservation=reservation
+    )
+    loop.submit([adopted], refuse)
+    loop.advance(made)
+    assert not loop._expected_at
 
 
 @pytest.mark.parametrize("step_s", [0.012, 0.0045, 0.002])
