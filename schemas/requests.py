@@ -270,6 +270,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     fallback: int = 0  # which of the fallbacks of the stored request this is, from 1; 0: none
     fell_back_at: int = 0  # its first attempt as this fallback
     chat: bytes = b""  # JSON: the chat and its options as the client gave them, with the mark CARRIED_CHAT; else b""
+    interrupted_attempt: int = 0  # its attempt when its gateway stored it again, because the log had lost it; 0: never
 
     def without_texts(self, *, trace: Trace | None = None, fallbacks: tuple[Fallback, ...] = ()) -> "GenerateRequest":
         """This request without its client's text, with these instead of its own; processors keep their names."""
@@ -446,7 +447,10 @@ def stored_as_fallback(stored: bytes, number: int, attempt: int) -> tuple[Genera
     Raises:
         msgspec.MsgspecError, IndexError: as ``fallen_back``.
     """
-    other = fallen_back(decode(stored), number, attempt)
+    request = decode(stored)
+    if request.fallback == number:  # its gateway stored it again
+        return request, stored
+    other = fallen_back(request, number, attempt)
     return other, encode(packed(other) if is_packed(stored) else other)
 
 

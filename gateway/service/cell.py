@@ -296,17 +296,18 @@ class Cell:
                 await asyncio.sleep(LOST_AGAIN_S)
 
     async def store_lost_again(self) -> None:
-        """Store open requests without tokens again if the broker has lost them.
+        """Store open requests again if the broker has lost them.
 
         A restarting broker drops a message that is damaged on disk and the rest of its block. After a power failure, it
-        may drop the end of the stream. A router that has already read such a request drops the repeat.
+        may drop the end of the stream. A router that knows such a request drops the repeat, and reads it if the request
+        has lost its job, too. A router that does not know it continues it after its tokens.
 
         Raises:
             ServingError: the broker does not answer, or a request could not be stored.
         """
         links: dict[int, dict[int, InflightRequest]] = {}
         for each in self._subscriptions.own_readers:
-            if each.stored_seq and not (each.worker or each.ended or each.request.id in self._lookup.deleted):
+            if each.stored_seq and not (each.ended or each.request.id in self._lookup.deleted):
                 links.setdefault(each.stored_link, {})[each.stored_seq] = each
         lost = []
         for waiting in links.values():  # the broker may have lost messages between two links
@@ -314,7 +315,8 @@ class Cell:
             found = await find_lost(self.bus, self.bus.subjects.stream("REQUESTS"), stored)
             lost += [waiting[seq] for seq, _ in sorted(found)]
         for inflight in lost:
-            request = inflight.request
+            attempt = max(0, inflight.fold.attempt)
+            request = msgspec.structs.replace(inflight.request, interrupted_attempt=attempt)
             if request.no_store:
                 payload = wire.encode(self.unstored.without_content(request))
             else:

@@ -83,6 +83,7 @@ def guest_of(job: Job, request: GenerateRequest, guest: str, gateway: str) -> Ge
         repeats_poison=request.repeats_poison or job.suspect == ALONE,
         origin=request.id,
         resumes=bool(streamed_before(job, guest)),
+        interrupted_attempt=0,
         fallbacks=(),  # its own cell chooses
     )
 

@@ -275,6 +275,36 @@ class Recovery:
                 del self._returned[request_id]
         return returns
 
+    async def resume(self, pending: PendingRequest) -> PendingRequest | None:
+        """A new request, after the output that the token stream has of it already.
+
+        Output from another cell is attempt 0. A request that its gateway stored again has the output of attempts whose
+        jobs are lost. None: it has all of its output, and is ended here; its message is acknowledged after that.
+
+        Raises:
+            ServingError: the output cannot be read (yet).
+        """
+        request, lost = pending.request, pending.request.interrupted_attempt
+        if not (lost or request.resumes):
+            return pending
+        address, since_ns = request.token_address, time_of(request.id) - CLOCK_SKEW_NS
+        # Attempt 0 is the fence of attempt -1.
+        before = InterruptedAttempt(
+            request.id, lost or -1, "", address, 0, pending.raw, request, revision=request.revision, since_ns=since_ns
+        )
+        fence_seq = None
+        if lost and in_memory(address) and self._misses_output(request.id):
+            raise ServingError(Code.broker_unavailable, f"the output of {request.id} is being stored again")
+        if lost:
+            fence_seq = await _publish_fences(self._bus, self._publisher, self._router, address, [before])
+        await _read_progress(self._bus, address, [before], fence_seq)
+        following = _next_attempt(before, jobs.JOB_LOST if lost else pending.reason, pending.since_ns)
+        following.attempt, following.reply = lost + 1, pending.reply
+        if lost and len(following.finished) == request.n:
+            self._terminal.complete(before)
+            return None
+        return following
+
     async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:
         entry = self._cluster.tracker.request(attempt.request_id)
         if entry is None or entry.attempt != attempt.attempt:
@@ -378,24 +408,6 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
     )
 
 
-async def resume(bus: Bus, pending: PendingRequest) -> PendingRequest:
-    """A request from another cell, after its output there, which is attempt 0 of the token stream.
-
-    Raises:
-        ServingError: it cannot be read (yet).
-    """
-    request = pending.request
-    since_ns = time_of(request.id) - CLOCK_SKEW_NS
-    # Attempt 0 is the fence of this one.
-    before = InterruptedAttempt(
-        request.id, -1, "", request.token_address, 0, pending.raw, request, revision=request.revision, since_ns=since_ns
-    )
-    await _read_progress(bus, request.token_address, [before], None)
-    behind = _next_attempt(before, pending.reason, pending.since_ns)
-    behind.attempt, behind.reply = pending.attempt, pending.reply
-    return behind
-
-
 async def fence(
     bus: Bus, publisher: Publisher, router: str, attempts: list[InterruptedAttempt]
 ) -> list[InterruptedAttempt]:
@@ -441,7 +453,7 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
 
 
 async def _load_request(bus: Bus, attempt: InterruptedAttempt) -> bool:
-    """Read the request from REQUESTS; False: it was deleted, or its content was only in memory storage."""
+    """Read the request from REQUESTS; False: it was deleted, or lost and not yet stored again by its gateway."""
     try:
         made_ns = time_of(attempt.request_id)
     except ValueError:
@@ -453,7 +465,7 @@ async def _load_request(bus: Bus, attempt: InterruptedAttempt) -> bool:
                 _fill(attempt, entry.data, entry.time_ns)
                 assert attempt.request is not None
                 attempt.revision = attempt.request.revision
-                return not attempt.request.no_store
+                return True
             if entry.time_ns > made_ns + LONGEST_DEADLINE_S * 1e9:
                 break
     return False

@@ -42,7 +42,7 @@ from penstock.router.placement.pending import (
 )
 from penstock.router.placement.routing import LOCAL_PREFILL_TOKENS, RoutingDecision
 from penstock.router.recovery.migration import Migration
-from penstock.router.recovery.recovery import Recovery, resume
+from penstock.router.recovery.recovery import Recovery
 from penstock.router.recovery.stalled_requests import resteer, watch
 from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.service.cell_costs import CellCosts
@@ -285,13 +285,13 @@ class Router:
         if request.id in self.terminal.ending or self.held.delivered_again(request.id, message.reply):
             return
         pending = PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns())
-        if request.resumes:
-            try:
-                pending = await resume(self._bus, pending)
-            except ServingError as error:  # it is delivered again
-                log.warning("resumption_postponed", request=request.id, error=error.message)
-                return
-        await self.place(pending)
+        try:
+            resumed = await self.recovery.resume(pending)
+        except ServingError as error:  # it is delivered again
+            log.warning("resumption_postponed", request=request.id, error=error.message)
+            return
+        if resumed is not None:
+            await self.place(resumed)
         await self._time_slice.yield_if_spent()
 
     async def place(self, pending: PendingRequest, *, held: bool = False) -> bool:

@@ -344,7 +344,7 @@ MEANINGS = {
     "job_retention_failed": "unfinished jobs could not be published again; tried again",
     "job_unreadable": "a job cannot be decoded",
     "jobs_republished": "unfinished jobs were copied to the end of their stream, so that they do not expire",
-    "requests_stored_again": "a restarted broker had lost requests without tokens: their gateway has stored them again",
+    "requests_stored_again": "a restarted broker had lost open requests: their gateway has stored them again",
     "key_added": "an API key was made",
     "key_changed": "an API key was changed",
     "key_revoked": "an API key was revoked",

@@ -16,6 +16,7 @@ from penstock.log_tools.sources.log_copy import STREAMS_DIR
 from penstock.log_tools.sources.store_files import Place, records
 from penstock.operate.doctor.broker import check_stored_messages
 from penstock.operate.doctor.finding import CheckStatus
+from tests.infra.nats_server.support import lose_end
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, until, words
 
@@ -119,3 +120,30 @@ async def test_requests_that_a_restarted_broker_has_dropped_are_stored_again(pac
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["text"] == oracle.answer(body(seed, 5), 5)
     assert "requests_stored_again" in paced.logs("gateway")
+
+
+@pytest.mark.parametrize("victims", [("worker",), ("worker", "router")], ids=" and ".join)
+async def test_answers_go_on_although_their_records_and_their_worker_are_lost_together(
+    paced: Deployment, oracle: Oracle, victims: tuple[str, ...]
+) -> None:
+    """A power failure: the broker's streams have lost their ends. These clients waited until their deadlines."""
+    seeds, count = range(30 + 10 * len(victims), 33 + 10 * len(victims)), 400
+    before = {name: len(stored(paced, name)) for name in ("REQUESTS", "WORK", "TOKENS")}
+    async with httpx.AsyncClient(base_url=paced.urls[0], trust_env=False, timeout=130) as http:
+        asked = [asyncio.create_task(http.post("/v1/completions", json=body(seed, count))) for seed in seeds]
+
+        async def are_streaming() -> bool:
+            return len(stored(paced, "TOKENS")) > before["TOKENS"] + 30
+
+        await until(are_streaming, "the requests stream")
+        nats = pid(paced, "nats")
+        os.kill(nats, signal.SIGSTOP)
+        for name in ("REQUESTS", "WORK"):
+            lose_end(paced.data_dir, f"ps_{name}", len(stored(paced, name)) - before[name])
+        for role in victims:
+            os.kill(pid(paced, role), signal.SIGKILL)
+        os.kill(nats, signal.SIGKILL)
+        for seed, task in zip(seeds, asked, strict=True):
+            answer = await task
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == oracle.answer(body(seed, count), count)

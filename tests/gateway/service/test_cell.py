@@ -25,7 +25,8 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, in_cell
 from penstock.schemas.streams import PROMPTS
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, Subjects
-from penstock.schemas.wire import content_type
+from penstock.schemas.tokens import TokenItem
+from penstock.schemas.wire import content_type, pack_tokens
 from tests.gateway.nats.support import gateway_on
 from tests.infra.bus.support import eventually
 from tests.infra.nats_server.support import lose_end
@@ -217,15 +218,15 @@ async def test_requests_whose_places_others_have_taken_since_a_power_failure_are
     monkeypatch: pytest.MonkeyPatch,
     body: bytes,
 ) -> None:
-    """No router had read them, and the stream has grown past them: their clients waited until the deadlines."""
+    """The stream has grown past them, and their jobs may be lost, too: their clients waited until the deadlines."""
     server = make_broker()
     await server.start()
     monkeypatch.setattr(cell_module, "LOST_AGAIN_S", 0.1)
     async with gateway_on(server, subjects, model) as running:
         home = running.gateway.cells[0]
         asked = [(await running.gateway.prepare("completion", body)).request for _ in range(3)]
-        for request in asked:
-            await running.gateway.submit(request)
+        *_, streaming = [await running.gateway.submit(request) for request in asked]
+        streaming.feed(TokenItem(streaming.request.id, 2, 0, 0, pack_tokens([7])), 1)
         home.bus.on_reconnect.remove(home._look_for_lost)
         server.kill()
         await eventually(lambda: not home.bus.connected)
@@ -251,6 +252,8 @@ async def test_requests_whose_places_others_have_taken_since_a_power_failure_are
         assert list(named) == [request.id for request in asked]
         for request in asked:
             stored = requests.decode(named[request.id].data)
+            assert stored.interrupted_attempt == (2 if request is asked[2] else 0)
+            stored = msgspec.structs.replace(stored, interrupted_attempt=0)
             assert (stored == request) == (not request.no_store)
             assert not (request.no_store and stored.prompt)
         await home.store_lost_again()

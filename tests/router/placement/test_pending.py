@@ -16,7 +16,7 @@ from penstock.router.placement.pending import (
 from penstock.schemas import requests, wire
 from penstock.schemas.fleet import Revisions
 from penstock.schemas.jobs import EarlierWorker
-from penstock.schemas.requests import FALLBACK, Fallback, GenerateRequest, Sampling
+from penstock.schemas.requests import FALLBACK, Fallback, GenerateRequest, Sampling, stored_as_fallback
 from tests.workers.support import request
 
 BOTH = Revisions("serving", frozenset({"serving", "other"}))
@@ -117,6 +117,8 @@ def test_a_fallback_is_the_same_request_for_another_model(packed: bool) -> None:
     assert (second.request.model, second.request.asked, second.request.fallbacks) == ("hosted", "m", ())
     skipped = as_fallback(PendingRequest(asked, raw, "", 0), 2, "why", 9 * S)
     assert (skipped.request.model, skipped.request.fallback) == ("hosted", 2)
+    again = stored_as_fallback(first.raw, 1, 2)
+    assert again == (requests.decode(first.raw), first.raw), "its gateway stores it again as it runs"
     with pytest.raises(IndexError):
-        as_fallback(second, 2, "again", 0)
+        as_fallback(second, 1, "again", 0)
     assert trimmed(asked).fallbacks == (Fallback("small"), Fallback("hosted"))

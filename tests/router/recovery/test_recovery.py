@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar, cast
 
+import msgspec
 import pytest
 from nats.errors import Error as NatsError
 from structlog.testing import capture_logs
@@ -37,7 +38,18 @@ from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually, opened
 from tests.infra.nats_server.support import lose_end
 from tests.router.support import Clients, Routing, Stub, routing
-from tests.workers.support import DRAWN, GATEWAY, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
+from tests.workers.support import (
+    DRAWN,
+    GATEWAY,
+    LogClient,
+    WorkerHarness,
+    answer,
+    engine,
+    ids,
+    log_client,
+    request,
+    run_worker,
+)
 
 T = TypeVar("T")
 
@@ -754,6 +766,59 @@ async def test_jobs_that_a_broker_has_lost_are_placed_again_by_a_router_that_sta
             worker, job = await clients.placed(asked, 2)
             assert (worker, job.decision.reason, bytes(job.request)) == (stub.id, "job_lost", wire.encode(asked))
         assert two.router.cluster.tracker.request(kept.id).attempt == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("router", ["lives", "starts"])
+@pytest.mark.parametrize("left", [13, 0])
+async def test_a_streaming_request_whose_records_and_worker_are_lost_continues_once_it_is_stored_again(
+    make_broker: Callable[..., EmbeddedNats],
+    subjects: Subjects,
+    monkeypatch: pytest.MonkeyPatch,
+    router: str,
+    left: int,
+) -> None:
+    """Its client waited until the deadline: only its tokens were left in the log."""
+    monkeypatch.setattr(recovery, "AGAIN_S", 0.3)
+    server = make_broker()
+    await server.start()
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(opened(server, subjects))
+        log = await stack.enter_async_context(log_client(server, subjects))
+        clients = Clients(log)
+        stack.push_async_callback(clients.stop)
+        one = await stack.enter_async_context(routing(server, subjects))
+        asked = request(max_tokens=20, id=new_request_id())
+        stub = await on(clients, one, "w1", asked)
+        expected = answer(asked, 20)[: 20 - left]
+        item = TokenItem(asked.id, 1, 0, 0, wire.pack_tokens(expected), None if left else Finish("length"))
+        await bus.js.publish(subjects.tokens(GATEWAY), wire.encode(TokenBatch("w1", 0, 0, (item,))))
+        if router == "starts":
+            await one.kill()
+        server.kill()
+        await eventually(lambda: not bus.connected and (router == "starts" or not one.bus.connected))
+        for lost in ("REQUESTS", "WORK"):
+            lose_end(server.data_dir, subjects.stream(lost), 1)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        with capture_logs() as lines:
+            await lose(clients, stub)
+            if router == "starts":
+                one = await stack.enter_async_context(routing(server, subjects))
+            else:
+                await eventually(lambda: any(line["event"] == "job_not_found" for line in lines))
+            second = await clients.stub("w2")
+            await one.knows(second.id)
+            again = msgspec.structs.replace(asked, interrupted_attempt=1)
+            await clients.ask(again)
+            if left:
+                worker, job = await clients.placed(asked, 2)
+                assert (worker, [ids(part) for part in job.resume]) == (second.id, [expected])
+                assert bytes(job.request) == wire.encode(again)
+            else:
+                end = await log.end(asked)
+                assert (end.attempt, [ids(each.tokens) for each in end.choices]) == (1, [expected])
+        await clients.acknowledged(1)
+        assert len(await clients.work()) == bool(left)
 
 
 class Cut(Generic[T]):
