@@ -50,6 +50,7 @@ from penstock.launch.plan import (
     check_workers,
     further,
     further_gateway,
+    held,
     in_cells,
     joined_cell,
     lacking_cells,
@@ -67,6 +68,7 @@ from penstock.launch.readiness import Readiness, get_url, registered_models, ser
 from penstock.launch.recipes import catalogue
 from penstock.launch.show import Board, readable, welcome
 from penstock.launch.state import (
+    ALL,
     CellCounts,
     CellState,
     DeploymentState,
@@ -855,7 +857,8 @@ class Deployment:
             for planned in self._planned
             if planned.metrics_port
         }
-        cells = {name: planned.cell for name, planned in self._started.items()}
+        started = self._started
+        cells = {name: planned.cell for name, planned in started.items()}
         cells |= {broker.name: cell for cell, broker in enumerate(self._brokers)}
         outdated = self._outdated()
         first = max(0, self.settings.cell)
@@ -878,6 +881,7 @@ class Deployment:
                     first + cells.get(k.child.name, 0),
                     k.child.name in outdated,
                     k.child.name in self._leaving,
+                    held(self._fleet, started[k.child.name], self._gpus) if k.child.name in started else (),
                 )
                 for k in self._keepers
             ),
@@ -898,6 +902,7 @@ class Deployment:
             active_cells=self._active,
             cells_refused=self._cells_refused,
             gateways=self._gateway_state,
+            gpus=(ALL,) if self._gpus is None else self._gpus,
         )
 
     def _outdated(self) -> set[str]:

@@ -16,7 +16,7 @@ from penstock.configs.flags import PREFIX, flags_of, to_argv, to_environ
 from penstock.configs.settings import Common, CommonT, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.launch.groups import EXTERNAL, PlanError, WorkerFleet, WorkerGroup, assign
-from penstock.launch.state import NO_CELLS, CellCounts
+from penstock.launch.state import ALL, NO_CELLS, CellCounts
 from penstock.schemas.subjects import cell_namespace
 
 SECRET = (
@@ -458,6 +458,14 @@ def resumed(
     group = next(each for each in fleet.groups if _stem(each) == child.name.rpartition("-")[0])
     free = _free(gpus, others)
     return replace(child, gpus=_gpus(child.name, group, gpus, free)[0]) if group.alone or free else child
+
+
+def held(fleet: WorkerFleet, child: PlannedProcess, gpus: Sequence[str] | None) -> tuple[str, ...]:
+    """The GPUs that a process uses, as ``state.json`` has them."""
+    if gpus is not None:
+        return child.gpus or ()
+    stem = child.name.rpartition("-")[0]
+    return (ALL,) if any(group.gpus and _stem(group) == stem for group in fleet.groups) else ()
 
 
 def _free(gpus: Sequence[str] | None, children: Iterable[PlannedProcess]) -> list[str]:

@@ -13,6 +13,7 @@ import msgspec
 from penstock.infra.nats_server.datadir import write_private
 
 TOKEN_FILE = "dashboard.token"
+ALL = "all"  # all GPUs there are, which each engine sees
 
 
 def stored_token(data_dir: Path) -> str:
@@ -41,6 +42,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     cell: int = 0  # the number of its cell; gateways are in all
     outdated: bool = False  # it was started before the number of cells changed; `penstock restart` changes that
     leaving: bool = False  # a gateway that accepts nothing more, and ends with its last connection
+    gpus: tuple[str, ...] = ()  # that a worker uses, as in ``DeploymentState.gpus``
 
 
 class NatsLogin(msgspec.Struct, frozen=True):
@@ -109,6 +111,7 @@ class DeploymentState(msgspec.Struct, frozen=True):
     active_cells: int = 0  # this many of the first take new requests; 0: all
     cells_refused: str = ""  # why another number of cells was not taken the last time
     gateways: GatewayState = GatewayState()
+    gpus: tuple[str, ...] | None = None  # for workers, as CUDA_VISIBLE_DEVICES has them, or ALL; None: not known
 
     @property
     def all_cells(self) -> tuple[CellState, ...]:

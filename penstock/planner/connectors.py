@@ -16,7 +16,7 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -28,7 +28,7 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.signals import RESUME
-from penstock.launch.state import Running, read_state, write_resume
+from penstock.launch.state import DeploymentState, Running, read_state, write_resume
 from penstock.operate.drain import DrainFailed, ask, change_of
 from penstock.operate.workers import registrations
 from penstock.schemas import control
@@ -223,7 +223,7 @@ def scale_path(namespace: str, workload: str) -> str:
     return f"/apis/{GROUPS[kind]}/namespaces/{namespace}/{kind}s/{name}/scale"
 
 
-LEAVE_S = 60.0  # for drained workers to finish what they run, before others are added
+LEAVE_S = 60.0  # for drained workers to finish what they run, before others are given their GPUs
 LISTED_S = 10.0  # after which a worker that was asked for must be in state.json
 _POLL_S = 0.05
 
@@ -264,13 +264,17 @@ class LocalWorkers:
             for name in reversed(staying[max(1, target) :]):
                 await self._drain(name)
         if wanted:
-            await self._left()
+            await self._left(wanted)
             await self._start(wanted)
 
-    async def _left(self) -> None:
-        """Wait until those that leave have ended: the new ones may need their GPUs."""
+    async def _left(self, wanted: Sequence[str]) -> None:
+        """Wait until enough of those that leave have ended for the new ones to have GPUs."""
         until = time.monotonic() + LEAVE_S
-        while staying := sorted(self._still_leaving(self._processes())):
+        while True:
+            state = self._state()
+            staying = in_the_way(wanted, self._still_leaving(state.processes), state)
+            if not staying:
+                return
             if time.monotonic() > until:
                 raise ConnectorFailed(f"{', '.join(staying)} did not end within {LEAVE_S:g} s, so none was added yet")
             await asyncio.sleep(_POLL_S)
@@ -327,11 +331,27 @@ class LocalWorkers:
         return {each.name for each in self._processes() if not each.drained}
 
     def _processes(self) -> list[Running]:
+        return [each for each in self._state().processes if each.role == "worker"]
+
+    def _state(self) -> DeploymentState:
         try:
-            state = read_state(self._data_dir / "state.json")
+            return read_state(self._data_dir / "state.json")
         except (OSError, msgspec.DecodeError) as error:
             raise ConnectorFailed(f"no `penstock up` runs on {self._data_dir} ({error})") from error
-        return [each for each in state.processes if each.role == "worker"]
+
+
+def in_the_way(wanted: Sequence[str], leaving: Container[str], state: DeploymentState) -> list[str]:
+    """The leaving workers whose GPUs the wanted ones need, sorted; all that leave if the GPUs are not known."""
+    running = [each for each in state.processes if not each.drained]
+    left = sorted((each for each in running if each.name in leaving), key=lambda each: each.name)
+    if state.gpus is None:  # `penstock up` of an earlier release
+        return [each.name for each in left]
+    sizes = {stem_of(each.name): len(each.gpus) for each in state.processes}
+    needed = sum(sizes.get(stem_of(name), 1) for name in wanted)
+    used = {gpu for each in running for gpu in each.gpus}
+    if needed <= sum(gpu not in used for gpu in state.gpus):
+        return []
+    return [each.name for each in left if each.gpus]
 
 
 def joining(stem: str, count: int, processes: Sequence[Running]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.launch.plan import (
     PlannedProcess,
     cell_of,
     further,
+    held,
     in_cells,
     joined_cell,
     kind_of,
@@ -121,6 +123,19 @@ def test_a_drained_worker_whose_gpus_others_have_stays_away() -> None:
     there = [on_gpu("prefill-0", "0", "1"), on_gpu("prefill-1", "2", "3")]
     with pytest.raises(PlanError, match="decode-0 needs 2 GPUs, 0 of 4 are free"):
         resumed(fleet, on_gpu("decode-0", "2", "3"), there, ("0", "1", "2", "3"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(("0", "1"), [(), ("0",), ("1",)]), ((), [(), (), ()]), (None, [(), ("all",), ("all",)])]
+)
+def test_what_a_worker_holds_of_gpus_is_known_also_where_engines_choose(
+    gpus: tuple[str, ...] | None, expected: list[tuple[str, ...]]
+) -> None:
+    fleet = apart("native", 1, 1, gpus=1)
+    planned = plan(UpSettings(cells=1), fleet, ports=[8000], url=url, sys_url=lambda cell: "", cores=4, gpus=gpus)
+    by_name = {each.name: each for each in planned}
+    assert [held(fleet, by_name[name], gpus) for name in ("router-0", "prefill-0", "decode-0")] == expected
+    assert held(fleet, replace(by_name["prefill-0"], name="prefill-3"), gpus) == expected[1]
 
 
 def of_cell(role: str, cell: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.launch.state import DeploymentState, Running, write_state
 from penstock.planner import connectors
-from penstock.planner.connectors import ConnectorFailed, LocalWorkers, joining
+from penstock.planner.connectors import ConnectorFailed, LocalWorkers, in_the_way, joining
 from penstock.schemas.fleet import Registration
 
 PROCESSES = [
@@ -34,6 +34,41 @@ async def test_a_folder_without_a_deployment_is_said(tmp_path: Path) -> None:
     workers = LocalWorkers(nobody, tmp_path, "demo")
     with pytest.raises(ConnectorFailed, match="no `penstock up` runs on"):
         await workers.counts()
+
+
+def on_gpus(gpus: tuple[str, ...] | None, *processes: Running) -> DeploymentState:
+    return DeploymentState("", "", "", "", "penstock", "demo", processes, gpus=gpus)
+
+
+def held(name: str, *gpus: str, drained: bool = False) -> Running:
+    return Running(name, "worker", None if drained else 1, drained=drained, gpus=gpus)
+
+
+ALONE = held("prefill-0", "0"), held("decode-0", "1"), held("decode-1", "2")
+WIDE = held("prefill-0", "0"), held("decode-0", "1", "2"), held("decode-1", "3", "4"), held("decode-2", "5", "6")
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted", "leaving", "expected"),
+    [
+        (on_gpus(("0", "1", "2"), *ALONE), ["prefill-1"], ["decode-1"], ["decode-1"]),
+        (on_gpus(("0", "1", "2", "3"), *ALONE), ["prefill-1"], ["decode-1"], []),
+        (on_gpus(("0", "1", "2", "3"), *ALONE), ["prefill-1", "prefill-2"], ["decode-1"], ["decode-1"]),
+        (on_gpus(("0", "1", "2"), *ALONE[:2], held("decode-1", "2", drained=True)), ["decode-1"], ["decode-1"], []),
+        (on_gpus(("0",), *(held(f"worker-{n}", "0") for n in range(3))), ["worker-3"], ["worker-1"], ["worker-1"]),
+        (on_gpus(("all",), *(held(f"worker-{n}", "all") for n in range(2))), ["worker-2"], ["worker-1"], ["worker-1"]),
+        (on_gpus((), held("prefill-0"), held("decode-1")), ["prefill-1"], ["decode-1"], []),
+        (on_gpus(("all",), held("prefill-0"), held("decode-1")), ["prefill-1"], ["decode-1"], []),
+        (on_gpus(tuple("01234567"), *WIDE), ["decode-3"], ["decode-1", "decode-2"], ["decode-1", "decode-2"]),
+        (on_gpus(tuple("01234567"), *WIDE), ["prefill-1"], ["decode-1", "decode-2"], []),
+        (on_gpus(None, held("prefill-0"), held("decode-1")), ["prefill-1"], ["decode-1"], ["decode-1"]),
+    ],
+)  # fmt: skip
+def test_only_workers_that_hold_gpus_which_the_new_ones_need_are_waited_for(
+    state: DeploymentState, wanted: list[str], leaving: list[str], expected: list[str]
+) -> None:
+    """All were waited for, for up to a minute, also where GPUs were free."""
+    assert in_the_way(wanted, leaving, state) == expected
 
 
 async def test_a_worker_that_crashes_while_it_leaves_and_starts_again_stays(
