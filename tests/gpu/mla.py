@@ -2,11 +2,13 @@
 
 python -m tests.gpu.mla check                     (on a GPU: kernels against float64, tiny models against ``generate``)
 python -m tests.gpu.mla speed [--tiles]           (16B with random weights; --tiles: other shapes of programs)
+python -m tests.gpu.mla uneven                    (decodes of many lengths: splits by their number, and divided)
 TRITON_INTERPRET=1 python -m tests.gpu.mla check --device cpu [--models]   (without a GPU, slowly)
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import random
 import sys
@@ -19,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.native.cuda import dense, latent
+from penstock.workers.engines.native.cuda import dense, latent, paged
 from penstock.workers.engines.native.cuda import packing as chunks
 from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.latent import LatentShape, make_scratch, paged_attention
@@ -162,6 +164,7 @@ def check_kernels(device: torch.device) -> bool:
         case = Case(device, dtype, tiny, tuple(range(1, 20)), ())
         case.scratch = make_scratch(case.pool.shape, 4, 8, device, fixed=False)  # rows in three portions
         good &= judged("19 decodes", case, FORMS[0])
+    good &= check_uneven(device)
     step = 16 if small else chunks.STEP
     mixed: tuple[tuple[int, int], ...] = ((0, 3), (0, 50), (0, 64), (37, 20), (32, 48))
     dtype = torch.float32 if small else torch.bfloat16
@@ -177,6 +180,29 @@ def check_kernels(device: torch.device) -> bool:
     if not small:
         case = Case(device, torch.bfloat16, Sizes(16), (1, 9, 70, 200), ((0, 40),), stored=torch.float8_e4m3fn)
         good &= judged("a pool of 8-bit floats", case, FORMS[0], 0.05)
+    return good
+
+
+def check_uneven(device: torch.device) -> bool:
+    """Rows of very different lengths, whose latents are divided among programs, and split in a fixed way."""
+    good, small = True, device.type == "cpu"
+    lengths = [tuple(range(1, 20)), (3,) * 10 + (700, 64, 65, 129, 15, 16, 17), (1, 32_000, 40)]
+    shapes = [Sizes(4, 32, 8, 16, 12), Sizes(40, 32, 8, 16, 12)]  # of two programs
+    if not small:
+        lengths += [(576,) * 60 + (32_000,) * 3 + (1,), (100,) * 250 + (8192,) * 3]
+        shapes += [Sizes(16), Sizes(128)]
+    for sizes, decodes, fixed in itertools.product(shapes, lengths, (False, True)):
+        if small and max(decodes) > 1000 and (fixed or sizes is not shapes[0]):
+            continue  # a minute each
+        case = Case(device, torch.float32 if small else torch.bfloat16, sizes, decodes, ())
+        case.scratch = make_scratch(case.pool.shape, sizes.heads, len(decodes), device, fixed)
+        case.scratch.accumulators.fill_(float("nan"))
+        good &= judged(f"{len(decodes)} decodes of {min(decodes)} to {max(decodes)}, fixed={fixed}", case, FORMS[1])
+        found, padded = case.attend(None), case.batch.positions.clone()
+        padded[1] = -1  # as rows of a graph that a step does not use
+        case.batch.decode_positions = padded
+        found[1] = 0
+        good &= apart(case.attend(None), found) < BOUND[case.dtype]
     return good
 
 
@@ -267,6 +293,33 @@ def speed_of_kernels(tiles: bool) -> None:
             print(f"{rows} x {context}: {took * 1e6:.1f} us, {bytes_read / took / 1e12:.2f} TB/s, {shape}", flush=True)
 
 
+def uneven(asked: argparse.Namespace) -> None:
+    """Attention of one layer, without its products, by ways of dividing latents among programs."""
+    ways = {"by number": (0, 512)} | {
+        f"{programs}/{part}": (programs, part) for programs in (132, 256) for part in (128, 512)
+    }
+    for heads, lengths in itertools.product((16, 128), (
+        (640,), (640,) * 4, (640,) * 32, (576,) * 64, (576,) * 63 + (4096,), (576,) * 60 + (32_000,) * 4,
+        (576,) * 256, (576,) * 250 + (8192,) * 6, tuple(range(64, 1088, 16)), tuple(range(64, 1088, 4)),
+    )):  # fmt: skip
+        case = Case(torch.device("cuda"), torch.bfloat16, Sizes(heads), lengths, (), page=32, layers=1)
+        query, line = case.q.transpose(0, 1).contiguous().transpose(0, 1), []
+        for name, (programs, part) in ways.items():
+            with (
+                mock.patch.object(paged, "PROGRAMS", programs or paged.PROGRAMS),
+                mock.patch.object(latent, "COMBINED", part),
+                mock.patch.object(paged, "LEAST_ROWS", 2 if programs else len(lengths) + 1),
+            ):
+                scratch = make_scratch(case.pool.shape, heads, len(lengths), case.device, fixed=False)
+                attention = paged_attention(case.pool, scratch, Rotation(), case.batch)
+                took = seconds(functools.partial(
+                    attention.attend, 0, query, case.latents, case.rotated, case.params()))  # fmt: skip
+            line.append(f"{name}: {took * 1e6:.1f}")
+        ideal = sum(lengths) * 576 * 2 / 4.1e6
+        print(f"{heads} heads, {len(lengths)} rows of {min(lengths)} to {max(lengths)}, us by programs/values combined "
+              f"(at 4.1 TB/s {ideal:.1f}): {', '.join(line)}", flush=True)  # fmt: skip
+
+
 def speed(asked: argparse.Namespace) -> None:
     from penstock.workers.engines.native.build import assemble
     from penstock.workers.engines.native.model.loading import describe
@@ -292,12 +345,12 @@ def speed(asked: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "speed"))
+    parser.add_argument("what", choices=("check", "speed", "uneven"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", action="store_true", help="check: whole models on a CPU, too")
     parser.add_argument("--tiles", action="store_true", help="speed: try other shapes of programs")
     asked = parser.parse_args()
-    {"check": check, "speed": speed}[asked.what](asked)
+    {"check": check, "speed": speed, "uneven": uneven}[asked.what](asked)
 
 
 if __name__ == "__main__":

@@ -107,9 +107,9 @@ def divide(
 ):  # fmt: skip
     """Divide the keys of all rows into items of equal size, so that a long row among short ones does not take longest.
 
-    Program (part of the items). ``shares``, for ``decode``: the tiles of an item; the row of each of ``most`` items,
-    -1: there is no such item; the first item of each row. A row has ``splits`` items at most, all rows together
-    ``target`` and one for each row.
+    Program (part of the items). ``shares``: the tiles of an item; the row of each of ``most`` items, -1: there is no
+    such item; the first item of each row, and behind them the number of items. A row has ``splits`` items at most, all
+    rows together ``target`` and one for each row.
     """
     numbers = tl.arange(0, ROWS_P)
     known = numbers < rows
@@ -123,6 +123,7 @@ def divide(
     if tl.program_id(0) == 0:
         tl.store(shares, size)
         tl.store(shares + 1 + most + numbers, ends - counts, mask=known)
+        tl.store(shares + 1 + most + rows, tl.sum(counts, 0))
 
 
 @triton.jit(do_not_specialize=["layer", "most"])

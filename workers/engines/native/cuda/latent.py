@@ -17,13 +17,14 @@ from penstock.workers.engines.native.cuda.dense import DenseAttention, gathered
 from penstock.workers.engines.native.cuda.fusions import dependent
 from penstock.workers.engines.native.cuda.modules import Rotation, launch_options, next_power_of_2
 from penstock.workers.engines.native.cuda.packing import Group, PromptChunk
-from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
+from penstock.workers.engines.native.cuda.paged import Division, PagedAttention, PagedBatch, Scratch, tile_rows
 from penstock.workers.engines.native.model.attention import AttentionParams, Expansion, Paged, UnsupportedAttention
 from penstock.workers.engines.native.model.pool import KvPool, KvShape
 
 COLUMNS = 32  # of a program for short chunks: tokens times heads. With 64, registers do not suffice
 EXPANDED_VALUES = 1 << 27  # that exist at once while keys and values are made: 256 MiB in 16 bits
-COMBINED = 128  # values of a latent per program that combines splits
+COMBINED = 512  # values of a latent per program of ``combine``
+CHUNK = tl.constexpr(8)  # splits that it reads at once
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -81,21 +82,35 @@ def store(
         tl.store(rotated_ptrs + OUT_APART, stored(high, limit, dtype_there, LIMITED), mask=there)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "most", "splits"])
 def attend(
-    absorbed, q, pool, tables, table_rows, positions, tiles, out, part_acc, part_max, part_sum, layer, scale,
-    absorbed_t, absorbed_h, q_t, q_h, out_t, out_h, width, block_stride, layer_stride,
+    absorbed, q, pool, tables, table_rows, positions, tiles, out, part_acc, part_max, part_sum, shares, most, splits,
+    layer, scale, absorbed_t, absorbed_h, q_t, q_h, out_t, out_h, width, block_stride, layer_stride,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, LATENT: tl.constexpr, LATENT_P: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PER_TILE: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    DIVIDED: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tokens, heads, split): ``ROWS`` tokens and ``BLOCK`` heads over a part of the latents before them.
 
     PER_TILE: programs per tile of consecutive tokens, see ``attend.prefill``; 0: each row is of a sequence of its own.
-    ``q`` points at the rotated part of the first head. With splits, partial results are left to ``combine``. Heads are
-    columns, as the tensor cores take 64 rows at least, and read latents in both directions from one copy.
+    DIVIDED, FRESH: see ``attend.decode``. ``q`` points at the rotated part of the first head. Partial results of a row
+    are left to ``combine``. Heads are columns, as the tensor cores take 64 rows at least, and read latents in both
+    directions from one copy.
     """
     number, split = tl.program_id(0), tl.program_id(2)
+    first_part = number * splits
+    if DIVIDED:
+        if PDL and FRESH:
+            # In this order: ``combine`` reads the shares before it waits for this kernel.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        item = number
+        number = tl.load(shares + 1 + item)
+        if number < 0:
+            return
+        first_part = tl.load(shares + 1 + most + number)
+        split = item - first_part
+        splits = tl.load(shares + 2 + most + number) - first_part
     if PER_TILE > 0:
         tile_number, first = number // PER_TILE, (number % PER_TILE) * ROWS
         first_row = tl.load(tiles + tile_number * 4) + first
@@ -111,14 +126,14 @@ def attend(
         table_row = tl.load(table_rows + number).to(tl.int64)
         context_len = start + 1
     all_tiles = tl.cdiv(context_len, TILE)
-    tiles_per_split = tl.maximum(tl.cdiv(all_tiles, SPLITS), 1)
+    tiles_per_split = tl.load(shares) if DIVIDED else tl.maximum(tl.cdiv(all_tiles, splits), 1)
     begin = split * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, all_tiles)
     members, dims, far_dims = tl.arange(0, ROWS * BLOCK), tl.arange(0, LATENT_P), tl.arange(0, ROTATED_P)
     token, head = members // BLOCK, tl.program_id(1) * BLOCK + members % BLOCK
     there = (token < count) & (head < HEADS)
     rows = (first_row + token).to(tl.int64)
-    if PDL:
+    if PDL and not FRESH:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     near = tl.load(
@@ -156,38 +171,57 @@ def attend(
         acc = tl.dot(tl.trans(latents), weights.to(near.dtype), acc * decay[None, :], input_precision=PRECISION)
         running_max = new_max
     legal = there[None, :] & (dims < LATENT)[:, None]
-    if SPLITS == 1:
+    if splits == 1:
         running_sum = tl.where(running_sum > 0, running_sum, 1.0)
         out_ptrs = out + (rows * out_t + head * out_h)[None, :] + dims[:, None]
         tl.store(out_ptrs, (acc / running_sum[None, :]).to(out.dtype.element_ty), mask=legal)
     else:
-        part = (number * SPLITS + split) * HEADS + head
+        part = (first_part + split) * HEADS + head
         tl.store(part_max + part, running_max, mask=there)
         tl.store(part_sum + part, running_sum, mask=there)
         tl.store(part_acc + part.to(tl.int64)[None, :] * LATENT + dims[:, None], acc, mask=legal)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most", "splits"])
 def combine(
-    part_acc, part_max, part_sum, out, out_t, out_h,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    part_acc, part_max, part_sum, shares, most, splits, out, out_t, out_h,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head, part of the latent): a row's attention of its splits."""
+    """Program (row, head, part of the latent): a row's attention of its splits; whole rows are left as they are."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims, splits = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SPLITS)
-    part = (row * SPLITS + splits) * HEADS + head
+    first_part = row * splits
+    if DIVIDED:
+        first_part = tl.load(shares + 1 + most + row).to(tl.int64)
+        splits = tl.load(shares + 2 + most + row) - first_part.to(tl.int32)
+        # One row waits in any case: the kernel behind this one takes its end for that of ``attend``.
+        if (splits == 1) & (row > 0):
+            return
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    maxima = tl.load(part_max + part)
-    best = tl.max(maxima, 0)
-    shares = tl.where(maxima == float("-inf"), 0.0, tl.exp2(maxima - best))
-    total = tl.sum(shares * tl.load(part_sum + part), 0)
-    total = tl.where(total > 0, total, 1.0)
+    if splits == 1:
+        return
+    dims, offsets = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNK)
     legal = dims < LATENT
-    acc = tl.load(part_acc + part[:, None] * LATENT + dims[None, :], mask=legal[None, :], other=0.0)
-    answer = tl.sum(acc * shares[:, None], 0) / total
-    tl.store(out + row * out_t + head * out_h + dims, answer.to(out.dtype.element_ty), mask=legal)
+    best = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    answer = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, splits, CHUNK):
+        known = first + offsets < splits
+        part = (first_part + first + offsets) * HEADS + head
+        maxima = tl.load(part_max + part, mask=known, other=float("-inf"))
+        sums = tl.load(part_sum + part, mask=known, other=0.0)
+        acc = tl.load(
+            part_acc + part[:, None] * LATENT + dims[None, :], mask=known[:, None] & legal[None, :], other=0.0
+        )
+        newest = tl.maximum(best, tl.max(maxima, 0))
+        decay = tl.where(best == float("-inf"), 0.0, tl.exp2(best - newest))
+        weights = tl.where(maxima == float("-inf"), 0.0, tl.exp2(maxima - newest))
+        total = total * decay + tl.sum(weights * sums, 0)
+        answer = answer * decay + tl.sum(acc * weights[:, None], 0)
+        best = newest
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(out + row * out_t + head * out_h + dims, (answer / total).to(out.dtype.element_ty), mask=legal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +277,7 @@ class LatentAttention:
         self._pool, self._scratch, self._rotation, self._batch = pool, scratch, rotation, batch
         self._dense = dense
         self._strides = (pool.data.stride(0), pool.data.stride(1))
+        self._divided: Division | None = None  # the scratch's shares are of this batch
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """
@@ -304,16 +339,27 @@ class LatentAttention:
         batch, scratch = self._batch, self._scratch
         rows = min(scratch.rows, batch.decodes - first)
         given = (absorbed[:, first:], rotated[first:], attended[:, first:])
-        heads = len(absorbed)
-        splits = batch.splits or scratch.num_splits(rows, -(-heads // head_block(heads)))
-        self._launch(layer, *given, scale, rows=rows, first=first, splits=splits)
+        heads, _, size = absorbed.shape
+        blocks, most = -(-heads // head_block(heads)), 0
+        splits = batch.splits or scratch.num_splits(rows, blocks)
+        divided = scratch.divides(batch.decodes)
+        fresh = divided and self._divided is None
+        if divided:
+            if self._divided is None:
+                self._divided = scratch.divide(batch.row_positions, rows, blocks, self._shape(absorbed, heads).tile)
+            _, splits, most = self._divided
+        self._launch(layer, *given, scale, rows=rows, first=first, splits=splits, most=most, fresh=fresh)
         if splits > 1:
-            out, size, pdl = given[2], attended.shape[2], dependent(rotated.device, rows)
-            combine[(rows, heads, -(-size // COMBINED))](
-                scratch.accumulators, scratch.maxima, scratch.sums, out, out.stride(1), out.stride(0),
-                HEADS=heads, LATENT=size, SPLITS=splits, BLOCK=COMBINED, PDL=pdl, num_warps=4,
-                **launch_options(pdl),
+            out, pdl, part = given[2], dependent(rotated.device, rows), min(COMBINED, next_power_of_2(size))
+            combine[(rows, heads, -(-size // part))](
+                scratch.accumulators, scratch.maxima, scratch.sums, scratch.shares, most, splits,
+                out, out.stride(1), out.stride(0),
+                HEADS=heads, LATENT=size, BLOCK=part, DIVIDED=divided, PDL=pdl, num_warps=4, **launch_options(pdl),
             )  # fmt: skip
+
+    def _shape(self, absorbed: Tensor, heads: int, tiles: Tensor | None = None) -> LatentShape:
+        few = tiles is None and head_block(heads) == 16 and self._pool.data.itemsize > 1
+        return (DECODE if few else WIDE) if absorbed.element_size() < 4 else FLOAT32
 
     def _launch(
         self,
@@ -327,35 +373,34 @@ class LatentAttention:
         rows: int = 0,
         first: int = 0,
         splits: int = 1,
+        most: int = 0,
+        fresh: bool = False,
     ) -> None:
         """Launch ``attend`` for rows from ``first`` on, or for tiles.
 
         Args:
             absorbed, attended: (heads, rows, latent).
             rotated: (rows, heads, rotated).
+            most: items that the rows are divided into; 0: into ``splits`` each.
         """
         batch, scratch, pool = self._batch, self._scratch, self._pool
         heads, _, size = absorbed.shape
-        narrow = absorbed.element_size() < 4
-        block, per_tile = head_block(heads), 0
-        few = tiles is None and block == 16 and pool.data.itemsize > 1
-        shape, tokens = (DECODE if few else WIDE) if narrow else FLOAT32, 1
-        pdl = tiles is None and dependent(rotated.device, rows)
-        positions = batch.positions if batch.decode_positions is None else batch.decode_positions
+        narrow, block, per_tile, tokens = absorbed.element_size() < 4, head_block(heads), 0, 1
+        shape, pdl = self._shape(absorbed, heads, tiles), tiles is None and dependent(rotated.device, rows)
         if tiles is not None:
             tokens = COLUMNS // block if narrow else 1
             per_tile = tile_rows(absorbed.dtype) // tokens
             rows = len(tiles) * per_tile
-        attend[(rows, -(-heads // block), splits)](
-            absorbed, rotated, pool.data, batch.tables, batch.table_rows[first:], positions[first:],
+        attend[(most or rows, -(-heads // block), 1 if most else splits)](
+            absorbed, rotated, pool.data, batch.tables, batch.table_rows[first:], batch.row_positions[first:],
             batch.tables if tiles is None else tiles, attended,
-            scratch.accumulators, scratch.maxima, scratch.sums, layer, scale,
+            scratch.accumulators, scratch.maxima, scratch.sums, scratch.shares, most, splits, layer, scale,
             absorbed.stride(1), absorbed.stride(0), rotated.stride(0), rotated.stride(1), attended.stride(1),
             attended.stride(0), batch.tables.stride(0), *self._strides,
             HEADS=heads, BLOCK=block, LATENT=size, LATENT_P=max(16, next_power_of_2(size)), ROTATED=rotated.shape[2],
             ROTATED_P=max(16, next_power_of_2(rotated.shape[2])), PAGE=pool.block_size, TILE=shape.tile, ROWS=tokens,
-            PER_TILE=per_tile, SPLITS=splits, PRECISION="tf32" if narrow else "ieee", PDL=pdl, num_warps=shape.warps,
-            num_stages=shape.stages, **launch_options(pdl),
+            PER_TILE=per_tile, DIVIDED=most > 0, FRESH=fresh, PRECISION="tf32" if narrow else "ieee", PDL=pdl,
+            num_warps=shape.warps, num_stages=shape.stages, **launch_options(pdl),
         )  # fmt: skip
 
     def _expand(self, group: Group, layer: int, query: Tensor, expansion: Expansion, scale: float, out: Tensor) -> None:

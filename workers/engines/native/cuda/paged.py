@@ -89,7 +89,7 @@ class Scratch:
         parts = max(parts, *(n * self.num_splits(n, kv_heads) for n in range(1, rows + 1)))
         most = division(rows, kv_heads).most
         parts = max(parts, most) * kv_heads
-        self.shares = torch.zeros(1 + most + rows, dtype=torch.int32, device=device)
+        self.shares = torch.zeros(2 + most + rows, dtype=torch.int32, device=device)
         self.accumulators = torch.empty(parts * self.padded_group * self.padded_dim, dtype=torch.float32, device=device)
         self.maxima = torch.empty(parts * self.padded_group, dtype=torch.float32, device=device)
         self.sums = torch.empty_like(self.maxima)
@@ -101,6 +101,16 @@ class Scratch:
     def divides(self, rows: int) -> bool:
         """Whether the keys of a batch of so many decode rows are divided by ``attend.divide``."""
         return not self._fixed and LEAST_ROWS <= rows <= self.rows
+
+    def divide(self, positions: Tensor, rows: int, kv_heads: int, tile: int) -> Division:
+        """Divide the keys of a batch's decode rows: once, for all layers without a window."""
+        found, padded = division(rows, kv_heads), next_power_of_2(rows)
+        items = max(1, COMPARED // padded)
+        attend.divide[(-(-found.most // items),)](
+            positions, self.shares, rows, found.most, found.target, found.splits,
+            TILE=tile, ROWS_P=padded, ITEMS=items, num_warps=4,
+        )  # fmt: skip
+        return found
 
 
 @dataclass(slots=True)
@@ -127,6 +137,11 @@ class PagedBatch:
     rest: Tensor | None = None
     decode_positions: Tensor | None = None
     splits: int = 0
+
+    @property
+    def row_positions(self) -> Tensor:
+        """Positions of the leading rows."""
+        return self.positions if self.decode_positions is None else self.decode_positions
 
     @property
     def one_group(self) -> bool:
@@ -214,9 +229,7 @@ class PagedAttention:
         """Attend decode rows from ``first`` on, as many as the scratch holds."""
         batch, scratch = self._batch, self._scratch
         rows = min(scratch.rows, batch.decodes - first)
-        table_rows, positions = batch.table_rows, batch.positions
-        if batch.decode_positions is not None:
-            positions = batch.decode_positions
+        table_rows, positions = batch.table_rows, batch.row_positions
         if first:
             query, out, table_rows, positions = (each[first:] for each in (query, out, table_rows, positions))
         kv_heads, heads = common["KV_HEADS"], query.shape[1]
@@ -229,7 +242,7 @@ class PagedAttention:
         fresh = divided and self._divided is None
         if divided:
             if self._divided is None:
-                self._divided = self._divide(positions, rows, kv_heads, shape.tile)
+                self._divided = scratch.divide(positions, rows, kv_heads, shape.tile)
             _, split_count, most = self._divided
             grid = (most, kv_heads, 1)
         attend.decode[grid](
@@ -240,17 +253,6 @@ class PagedAttention:
             TILE=shape.tile, SPLITS=split_count, PDL=pdl, PAIRS=pairs, DIVIDED=divided, FRESH=fresh,
             num_warps=shape.warps, num_stages=shape.stages, **common, **launch_options(pdl),
         )  # fmt: skip
-
-    def _divide(self, positions: Tensor, rows: int, kv_heads: int, tile: int) -> Division:
-        """Divide the keys of the batch's decode rows: once, for all layers without a window."""
-        shares, found = self._scratch.shares, division(rows, kv_heads)
-        padded = next_power_of_2(rows)
-        items = max(1, COMPARED // padded)
-        attend.divide[(-(-found.most // items),)](
-            positions, shares, rows, found.most, found.target, found.splits,
-            TILE=tile, ROWS_P=padded, ITEMS=items, num_warps=4,
-        )  # fmt: skip
-        return found
 
     def _store(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, pool, rotation = self._batch, self._pool, self._rotation.take()
