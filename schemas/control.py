@@ -97,7 +97,8 @@ class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
 class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
     """The prefill of a prompt ends with the current step: reserve blocks for its KV. The answer is ignored.
 
-    They stay reserved until the request arrives, the owner releases the ticket, or a few seconds have passed.
+    They stay reserved until the request arrives, the owner releases the ticket, or the step should have ended a second
+    ago.
 
     This and ``Fetch`` go to the control subject of the worker's id with "-announced" behind it.
     """
@@ -108,6 +109,7 @@ class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
     tails: int  # copies of its last block, if that is not full: one for each choice
     users: int  # choices that continue
     tokens: int = 0  # of the prompt
+    ends_s: float = 0.0  # from now until that step ends at the latest, by the owner's recent prompts; 0: unknown
 
 
 class Fetch(msgspec.Struct, frozen=True, omit_defaults=True, tag="fetch"):

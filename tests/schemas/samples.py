@@ -982,6 +982,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         control.Reserve("r-1:1:decode", "w-1", bytes(range(32)), 2, 2, 70),
         control.decode_worker,
     ),
+    "reserve_until": (
+        control.Reserve("r-1:1:decode", "w-1", bytes(range(32)), 2, 2, 70, 0.25),
+        control.decode_worker,
+    ),
     "fetch": (control.Fetch(TICKET), control.decode_worker),
     "fetch_of_layers": (control.Fetch(TICKET, 28), control.decode_worker),
     "push_of_windows": (

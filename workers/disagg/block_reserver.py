@@ -88,7 +88,8 @@ class BlockReserver:
         asyncio.get_running_loop().call_later(self._quarantine_s, self._engine.call, free)
 
 
-ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end, and from there to its request
+ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end if that is unknown, and from there to its request
+LATE_S, MOST_LATE_S = 1.0, 30.0  # from when it should have ended, for slow steps and links; from the announcement
 MOST_ANNOUNCED = 256  # prompts
 MOST_BEHIND_S, BEHIND_SHARE = 0.01, 0.2  # from a prompt's KV to its request: the longest, and the weight of the last
 SUBMIT_S = 0.0003  # from taking the blocks of a request to its submission
@@ -137,7 +138,7 @@ class AnnouncedPrompts:
             "kv", lambda engine: kv_transfer_of(engine).reserve(names, order.tails, order.users, order.tokens)
         )
         self._engine.cancel_wait(wait)
-        self._open[order.ticket] = _Announced(order, wait, self._timer(order.ticket))
+        self._open[order.ticket] = _Announced(order, wait, self._timer(order.ticket, order.ends_s))
 
     def fetch(self, ticket: Ticket, layers: int = 0) -> None:
         """Read the KV of a computed prompt, or of this many leading layers (0: all)."""
@@ -146,8 +147,9 @@ class AnnouncedPrompts:
             return
         if layers and announced.reading is not None:
             return
-        announced.timer.cancel()
-        announced.timer = self._timer(ticket.id)
+        if not layers:
+            announced.timer.cancel()
+            announced.timer = self._timer(ticket.id)
         self._read(announced, ticket, layers)
 
     async def take(self, ticket: Ticket, names: list[bytes], tails: int, users: int) -> BlockReservation | None:
@@ -195,8 +197,9 @@ class AnnouncedPrompts:
             self.drop(ticket)
         await self._tasks.aclose()
 
-    def _timer(self, ticket: str) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(ANNOUNCED_S, self.drop, ticket)
+    def _timer(self, ticket: str, ends_s: float = 0.0) -> asyncio.TimerHandle:
+        within_s = min(ends_s + LATE_S, MOST_LATE_S) if ends_s > 0 else ANNOUNCED_S
+        return asyncio.get_running_loop().call_later(within_s, self.drop, ticket)
 
     def _read(self, announced: _Announced, ticket: Ticket, layers: int = 0) -> "asyncio.Task[BlockReservation | None]":
         if not layers:

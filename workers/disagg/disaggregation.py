@@ -363,10 +363,9 @@ class DisaggCoordinator:
         users = sum(outcome is None for outcome in running.outcomes)
         tails = users if request.prompt_tokens % size else 0
         self._announced_to[request.id] = False
-        self._tell(
-            stage,
-            Reserve(ticket_id(running, stage), self._context.id, b"".join(names), tails, users, request.prompt_tokens),
-        )
+        tokens, ticket = request.prompt_tokens, ticket_id(running, stage)
+        ends_s = self._computing_s(tokens)  # of the whole prompt: its last step takes no longer
+        self._tell(stage, Reserve(ticket, self._context.id, b"".join(names), tails, users, tokens, ends_s))
 
     def written(self, running: RunningRequest, prompt: PinnedPrompt, layers: int) -> None:
         """Ask the decode worker to read the layers that an announced prompt's last step has computed so far.

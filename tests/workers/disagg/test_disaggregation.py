@@ -1038,6 +1038,43 @@ async def test_a_session_that_ends_before_announced_kv_is_read_holds_nothing(
     await pair.decode.frees_everything()
 
 
+async def test_blocks_stay_reserved_until_shortly_after_the_prompt_should_have_ended(
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill worker that fell silent kept them for five seconds, however short its steps were."""
+    monkeypatch.setattr(block_reserver, "LATE_S", 0.1)
+    coordinator, prompts = pair.decode.session.runner.disaggregation, announced(pair)
+    assert pair.prefill.transport is not None
+    endpoint = pair.prefill.transport.endpoint
+    until = {"short:1:decode": 0.05, "long:1:decode": 20.0, "unknown:1:decode": 0.0, "endless:1:decode": 1e9}
+    began = time.monotonic()
+    for ticket, ends_s in until.items():
+        coordinator.expect(control.Reserve(ticket, pair.prefill.id, bytes(range(112)), 1, 1, 0, ends_s))
+    coordinator.expect(
+        control.Fetch(Ticket("short:1:decode", pair.prefill.id, endpoint, "kv", bytes(32), bytes(32), 1 << 62), 1)
+    )
+    left = {ticket[:4]: each.timer.when() - asyncio.get_running_loop().time() for ticket, each in prompts._open.items()}
+    assert 4.0 < left["unkn"] <= 5.0 < 19.0 < left["long"] <= 20.1 < 29.0 < left["endl"] <= 30.0
+    await eventually(lambda: "short:1:decode" not in prompts._open)
+    assert time.monotonic() - began < block_reserver.ANNOUNCED_S / 2
+    assert len(prompts) == 3
+    await prompts.close()
+    await pair.decode.frees_everything()
+
+
+async def test_an_announcement_says_when_the_prompt_ends_once_others_were_computed(log: LogClient, pair: Pair) -> None:
+    await reserving(log, pair)
+    heard = await announcements(log, pair)
+    for _ in range(2):
+        asked = request(PROMPT)
+        await send_jobs(log, pair, asked)
+        await log.end(asked)
+    orders = [each for each in map(control.decode_worker, heard) if isinstance(each, control.Reserve)]
+    assert orders[0].ends_s == 0.0
+    assert 0.0 < orders[1].ends_s < 30.0
+    await pair.free()
+
+
 async def test_announcements_that_come_twice_late_alone_or_of_another_prompt_change_nothing(
     log: LogClient, pair: Pair, unsent: asyncio.Event
 ) -> None:
