@@ -34,7 +34,7 @@ from nats.errors import NoRespondersError
 
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, get_last, read
-from penstock.infra.bus.jetstream import ApiError, decode_publish_reply
+from penstock.infra.bus.jetstream import BUSY, PAUSE_S, ApiError, decode_publish_reply
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import deletions, done, usage, wire
@@ -154,8 +154,14 @@ async def erase(bus: Bus, stream: str, seq: int) -> bool:
 
 
 async def _delete(bus: Bus, subject: str, seq: int) -> _Reply:
+    """The broker's answer; while a stream's leader is elected, it is asked again."""
     body = json.dumps({"seq": seq}).encode()  # without "no_erase"
-    return _decode((await bus.nc.request(subject, body, timeout=ERASE_S)).data)
+    until = time.monotonic() + ERASE_S
+    while True:
+        reply = _decode((await bus.nc.request(subject, body, timeout=max(PAUSE_S, until - time.monotonic()))).data)
+        if reply.error is None or reply.error.err_code not in BUSY or time.monotonic() + PAUSE_S > until:
+            return reply
+        await asyncio.sleep(PAUSE_S)
 
 
 async def replicas_away(bus: Bus, stream: str) -> list[str]:

@@ -5,10 +5,12 @@ import time
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from penstock.infra.bus import forget as erasing
-from penstock.infra.bus.forget import MOST_REST_S, SHARE, Ended, Eraser, forget_messages
+from penstock.infra.bus.forget import MOST_REST_S, SHARE, Ended, Eraser, erase, forget_messages
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import new_request_id
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import opened
@@ -57,6 +59,26 @@ async def test_beyond_those_that_may_wait_a_message_is_left(monkeypatch: pytest.
     assert not await eraser.erase("s", 3)
     go.set()
     assert await asyncio.gather(*under_way) == [True] * 3
+
+
+class Electing:
+    """A bus whose broker has no leader for the stream until it is asked for this many times; -1: it never has."""
+
+    def __init__(self, times: int) -> None:
+        self.nc, self._times = self, times
+
+    async def request(self, subject: str, body: bytes, timeout: float) -> Msg:
+        assert 0 < timeout <= erasing.ERASE_S
+        self._times -= 1
+        refused = b'{"error":{"code":503,"err_code":10008,"description":"JetStream system temporarily unavailable"}}'
+        return Msg(None, data=refused if self._times else b'{"success":true}')  # type: ignore[arg-type]
+
+
+async def test_an_election_is_waited_for_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await erase(Electing(3), "s", 1)  # type: ignore[arg-type]
+    monkeypatch.setattr(erasing, "ERASE_S", 0.2)
+    with pytest.raises(ServingError, match=r"message 1 of s was not erased: .* \(10008\)"):
+        await erase(Electing(-1), "s", 1)  # type: ignore[arg-type]
 
 
 async def test_a_request_whose_id_is_ahead_of_the_brokers_time_is_deleted_whole(
