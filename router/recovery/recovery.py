@@ -155,6 +155,7 @@ class Recovery:
             if due := self._due(entries, before):
                 await self.recover(due, reason)
         if due := self._due(self._without_job(), before):
+            await asyncio.sleep(0)
             await self.recover(due, jobs.JOB_LOST)
 
     async def _look_for_lost_jobs(self) -> None:
@@ -180,11 +181,12 @@ class Recovery:
         if lost:
             log.error("jobs_lost", requests=[*lost][:FEW], jobs=len(lost))
             self._job_lost |= lost
+            await asyncio.sleep(0)  # for thousands, each step takes milliseconds
 
     async def _lost_of(self, active: list[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
-        jobs_of = {(seq, f"{request}:{attempt}"): request for request, attempt, seq in active}
+        jobs_of = {(seq, f"{request}:{attempt}"): (request, attempt) for request, attempt, seq in active}
         lost = await find_lost(self._bus, self._bus.subjects.stream("WORK"), jobs_of.keys())
-        return {request: (attempt, seq) for request, attempt, seq in active if (seq, f"{request}:{attempt}") in lost}
+        return {request: (attempt, job[0]) for job, (request, attempt) in jobs_of.items() if job in lost}
 
     def _without_job(self) -> list[ActiveRequest]:
         found = {name: self._cluster.tracker.request(name) for name in self._job_lost}

@@ -894,7 +894,7 @@ async def test_a_request_whose_recovery_is_cut_off_wherever_it_waits_is_found_ag
             assert (await clients.placed(asked, 2))[0] == "w", at
             if whole:
                 break
-        assert at == 8
+        assert at >= 8  # more if the router yields to others in between
 
 
 @pytest.fixture

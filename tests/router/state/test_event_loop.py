@@ -102,8 +102,10 @@ async def one(broker: EmbeddedNats, pipeline: Subjects) -> Iterator[Routing]:
         for entry in renewals(pipeline, 0):
             registry.on_entry(entry)
         fill(one.router.cluster)
+        before = gc.get_threshold()
         freeze_loaded()  # as a router does; what the test run itself has loaded would be collected too
         yield one
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 
