@@ -9,9 +9,11 @@ installed. With ``--width`` so many GPUs share each layer, and the native engine
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -273,8 +275,13 @@ def main() -> None:
                    *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else []),
                    "--table", asked.table]  # fmt: skip
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
-            (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"name"'))
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            try:
+                out, _ = process.communicate(timeout=asked.timeout_s)
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # vLLM's engine, which would keep the GPU's memory
+                    os.killpg(process.pid, signal.SIGKILL)
+            (line,) = (line for line in out.splitlines() if line.startswith('{"name"'))
             found[name] = json.loads(line)
         except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
             print(f"{name} gave no figures but those above: {error!r}"[:300])

@@ -92,7 +92,7 @@ ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end if that is unk
 LATE_S, MOST_LATE_S = 1.0, 30.0  # from when it should have ended, for slow steps and links; from the announcement
 MOST_ANNOUNCED = 256  # prompts
 MOST_BEHIND_S, BEHIND_SHARE = 0.01, 0.2  # from a prompt's KV to its request: the longest, and the weight of the last
-SUBMIT_S = 0.0003  # from taking the blocks of a request to its submission
+SUBMIT_S = 0.0005  # from taking the blocks of a request to its submission
 
 
 class _Announced:

@@ -123,7 +123,7 @@ LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 # How much later a step is planned if a sequence is expected meanwhile, and how late that may be. Otherwise the sequence
 # would wait for a whole step.
-MOST_HELD_S, EXPECTED_LATE_S = 0.002, 0.0005
+MOST_HELD_S, EXPECTED_LATE_S = 0.003, 0.001
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 
@@ -443,13 +443,12 @@ class EngineLoop:
 
     def _early_s(self) -> float:
         """For how long the next step is not planned yet."""
-        now, expected_at = self._clock(), self._expected_at
-        if not self._plan_at or now < self._plan_at or not now - EXPECTED_LATE_S < expected_at:
+        now, latest = self._clock(), self._plan_at + MOST_HELD_S
+        until = min(self._expected_at + EXPECTED_LATE_S, latest)
+        if not self._plan_at or now < self._plan_at or self._expected_at > latest or now >= until:
             return self._plan_at - now
-        if expected_at - self._plan_at > MOST_HELD_S:
-            return 0.0
         self._held = True
-        return expected_at + EXPECTED_LATE_S - now
+        return until - now
 
     def _plan_late(self, now: float, ahead_s: float | None, *, prompts: bool) -> None:
         """Set when the next step is planned.
