@@ -1,13 +1,8 @@
 """The metrics of a gateway; names end in their unit."""
 
 from penstock.gateway.base.chat_objects import UsageBody
-from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, MetricScope
-from penstock.schemas.streams import LONGEST_DEADLINE_S
+from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, MetricScope
 
-ITL_BUCKETS = (
-    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 1.5, 3, 5, 60, 600,
-    LONGEST_DEADLINE_S,
-)  # fmt: skip
 TOKEN_BUCKETS = (
     1, 10, 50, 100, 200, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 256000, 512000, 1_000_000,
 )  # fmt: skip
@@ -32,7 +27,7 @@ class ModelMetrics:
         self.itl = scope.thread_histogram(
             "inter_token_seconds",
             "time between two tokens of a stream: from one event to the next, divided by the tokens in it",
-            buckets=ITL_BUCKETS,
+            buckets=TOKEN_SECONDS,
         )
         self.e2e = scope.thread_histogram("request_seconds", "body read to answer sent", buckets=REQUEST_SECONDS)
         self.prompt = scope.thread_counter("prompt_tokens", "prompt tokens accepted")

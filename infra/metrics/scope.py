@@ -25,6 +25,10 @@ from penstock.schemas.streams import LONGEST_DEADLINE_S
 FIRST_TOKEN_SECONDS = (
     0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 600, LONGEST_DEADLINE_S,
 )  # fmt: skip
+TOKEN_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 1.5, 3, 10, 60, 600,
+    LONGEST_DEADLINE_S,
+)  # fmt: skip
 REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 3, 5, 10, 30, 60, 120, 300, 600, 1800, LONGEST_DEADLINE_S)
 
 _METRIC = re.compile(r"[^a-zA-Z0-9_:]")

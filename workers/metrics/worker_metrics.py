@@ -23,10 +23,9 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, MetricScope
+from penstock.infra.metrics.scope import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, MetricScope
 from penstock.schemas.done import Done
 from penstock.schemas.fleet import GpuUse
-from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.transfer import Handoff
 from penstock.workers.engines.engine_protocol import EngineInfo, EngineStats, GrammarStats
 from penstock.workers.kv_transfer.transport_protocol import CAUSES
@@ -231,10 +230,6 @@ class KvMetrics:
         self.disk_lost.set(stats.disk_lost_blocks)
 
 
-TOKEN_SECONDS = (
-    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 1.5, 3, 10, 60, 600,
-    LONGEST_DEADLINE_S,
-)  # fmt: skip
 READ_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5)
 BATCH_INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LABELS = ("namespace", "component", "process", "model", "role")
