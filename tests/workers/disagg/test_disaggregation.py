@@ -688,6 +688,31 @@ async def test_all_layers_but_the_last_are_read_while_that_is_computed(
     await pair.free()
 
 
+async def test_a_long_prompts_request_is_expected_as_long_after_its_kv_as_the_last_one_came(
+    log: LogClient,
+    pair: Pair,
+    unsent: asyncio.Event,
+    last_layer: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected: list[float] = []
+    monkeypatch.setattr(announced(pair)._engine, "expect", expected.append)
+    for number in range(2):
+        asked = request([*PROMPT[:-1], number])
+        unsent.clear()
+        last_layer.clear()
+        await leading_read(log, pair, asked)
+        last_layer.set()
+        await log.states(asked, "read")
+        await eventually(lambda: any(each.read_at for each in announced(pair)._open.values()))
+        unsent.set()
+        await log.end(asked)
+        assert log.streamed(asked) == answer(asked)
+    first, second, third = expected
+    assert first == third == block_reserver.SUBMIT_S  # both requests have come
+    assert block_reserver.SUBMIT_S < second <= block_reserver.SUBMIT_S + block_reserver.MOST_BEHIND_S
+
+
 async def test_all_layers_are_read_at_once_where_blocks_are_reserved_only_then(log: LogClient, pair: Pair) -> None:
     coordinator = pair.decode.session.runner.disaggregation
     assert pair.prefill.transport is not None
