@@ -5,6 +5,7 @@ step with longer ones runs the model eagerly. Tokens are sampled after the forwa
 step, and reach the host in one copy.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
@@ -61,14 +62,13 @@ from penstock.workers.engines.native.model.eagle import EagleHead
 from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
-from penstock.workers.engines.native.model.pool import KvPool, device_errors, free_bytes
+from penstock.workers.engines.native.model.pool import KvPool, device_errors
 from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool, shown
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
 log = structlog.get_logger("engine")
 
 OWN = -(1 << 30)
-GRAPH_SHARE = 0.125
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -270,7 +270,7 @@ class CudaExecutor:
         """Capture a graph for each of ``batch_sizes``. A model that cannot be captured runs eagerly."""
         assert self.model is not None
         assert self.pool is not None
-        pool = None
+        pool, began = None, time.perf_counter()
         try:
             with torch.inference_mode():
                 for size, adapted in self._variants(batch_sizes(self._rows)):
@@ -289,8 +289,10 @@ class CudaExecutor:
             self._graphs.clear()
         self._graph_sizes = sorted({size for size, _ in self._graphs})
         if self._graphs:
-            self._prompt_graphs.bound(self._most_graph_rows())
             self._capture_prompts(pool)
+            graphs = len(self._graphs) + len(self._prompt_graphs.graphs)
+            rows = max((size for size, _ in self._prompt_graphs.graphs), default=0)
+            log.info("graphs_captured", graphs=graphs, prompt_rows=rows, seconds=round(time.perf_counter() - began, 2))
         shape, model = self.pool.shape, self.model
         longest = min(self._tables.shape[2] * self.pool.block_size, self._most_tokens)
         planned = list(shapes(longest, self._most_tokens, self._least))
@@ -310,15 +312,10 @@ class CudaExecutor:
         if self._adapters is not None:
             self._adapters.fix(0, active=False)
 
-    def _most_graph_rows(self) -> int:
-        """Rows of a prompt graph whose activations, which it keeps, take ``GRAPH_SHARE`` of the free memory."""
-        assert self.model is not None
-        widest = max((len(part.weight) for part in body_linears(self.model)), default=1)
-        rows = int(GRAPH_SHARE * free_bytes(self._device)) // (2 * widest * self.model.dtype.itemsize)
-        group = self.model.group
-        return rows if group is None else group.least(rows, self._device)
-
     def _capture_prompts(self, pool: Any) -> None:
+        assert self.model is not None
+        graphs, group = self._prompt_graphs, self.model.group
+
         def forward(inputs: GraphInputs) -> Tensor:
             tiles = PromptTiles(inputs.tiles, decode_positions=inputs.decode_positions, splits=SPLITS)
             decodes, wanted = len(inputs.decode_positions), inputs.wanted.to(torch.int64)
@@ -326,13 +323,15 @@ class CudaExecutor:
 
         try:
             with torch.inference_mode():
-                self._prompt_graphs.capture(forward, pool, self._variants(self._prompt_graphs.sizes))
+                rows = graphs.affordable(forward)
+                graphs.bound(rows if group is None else group.least(rows, self._device))
+                graphs.capture(forward, pool, self._variants(graphs.sizes))
         except RuntimeError as error:
-            self._prompt_graphs.clear()
+            graphs.clear()
             torch.cuda.synchronize()
             log.warning("prompts_without_graphs", reason=str(error).strip().splitlines()[0])
-        if not self._on_all_ranks(bool(self._prompt_graphs.graphs)):
-            self._prompt_graphs.clear()
+        if not self._on_all_ranks(bool(graphs.graphs)):
+            graphs.clear()
 
     def _on_all_ranks(self, captured: bool) -> bool:
         """Whether all ranks have captured graphs: otherwise they would exchange results of different sizes."""

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
+from penstock.workers.engines.native.model.pool import free_bytes
 
 # Rows that graphs are captured for. Beyond, computing an 8B model takes longer than launching, which takes the host 30
 # to 50 ms beside the threads of a worker (two H200, 32 cores). Products compute 128 rows at a time.
 ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, *range(768, 2561, 128))
 SMALL = 640  # rows of graphs that are captured whatever memory there is
+GRAPH_SHARE = 0.125  # of the free memory, for the activations of the largest graph. All others use the same
 DECODES = 64  # leading rows that can be decoded
 SPLITS = 4  # of the keys of a decoded row
 CAPTURE = "thread_local"  # other threads, as NCCL's, may use the device meanwhile
@@ -68,12 +70,32 @@ class PromptGraphs:
     def _tiles(self, rows: int) -> int:
         return -(-rows // self._tile_rows) + max(PROMPTS, rows // PROMPT_ROWS)
 
+    def affordable(self, forward: Callable[[GraphInputs], Tensor]) -> int:
+        """Rows of a graph whose activations, which it keeps, take ``GRAPH_SHARE`` of the free memory.
+
+        By those of a graph that is captured in any case: experts, latents and adapters have some of their own.
+
+        Args:
+            forward: as of ``capture``.
+        """
+        device, size = self._upload.device.device, max((size for size in self.sizes if size <= SMALL), default=0)
+        if not size:
+            return 0
+        free, before = free_bytes(device), torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        forward(self.inputs(size))
+        taken = torch.cuda.max_memory_allocated(device) - before
+        return int(GRAPH_SHARE * free * size / max(taken, 1))
+
     def bound(self, rows: int) -> None:
         """Capture no graph with more rows, except those that hardly take memory."""
         self.sizes = [size for size in self.sizes if size <= max(rows, SMALL)]
 
     def capture(
-        self, forward: Callable[[GraphInputs], Tensor], pool: Any, variants: Iterable[tuple[int, bool]]
+        self,
+        forward: Callable[[GraphInputs], Tensor],
+        pool: Any,
+        variants: Iterable[tuple[int, bool]],
     ) -> None:
         """Capture the graphs.
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.workers.engines.native.cuda import prompt_graphs
 from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
 from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, SMALL, PromptGraphs
@@ -94,6 +95,19 @@ def test_graphs_whose_activations_would_take_too_much_memory_are_left_out() -> N
     assert made.sizes[-1] == 1280
     made.bound(0)
     assert made.sizes[-1] == SMALL
+
+
+def test_what_activations_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of experts are several times as wide as any product."""
+    row_bytes, held, computed = 50_000, 9 << 30, list[int]()
+    monkeypatch.setattr(prompt_graphs, "free_bytes", lambda device: 8 * 1300 * row_bytes)
+    for name, value in (("memory_allocated", held), ("max_memory_allocated", held + SMALL * row_bytes)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    made = PromptGraphs(Upload(1 << 16, CPU), OFFSET, TILE, 8192, 256)
+    assert made.affordable(lambda inputs: computed.append(len(inputs.tokens)) or inputs.tokens) == 1300
+    assert computed == [SMALL]
+    assert not PromptGraphs(Upload(1 << 10, CPU), OFFSET, TILE, 16, 4).affordable(lambda inputs: inputs.tokens)
 
 
 def test_an_executor_whose_steps_are_shorter_than_every_graph_has_none() -> None:
