@@ -103,6 +103,8 @@ def make_adapters(target: PreparedModel, options: NativeOptions) -> TorchAdapter
 
 def make_executor(
     target: PreparedModel,
+    again: bool = False,
+    *,
     pools: KvPools,
     encoder: TorchVisionEncoder | None,
     options: NativeOptions,
@@ -113,6 +115,7 @@ def make_executor(
     """The engine's executor, warmed up if requested.
 
     Args:
+        again: this model had an executor before; see ``CudaExecutor.capture``.
         limit: tokens of the longest sequence.
         adapters: of ``make_adapters``.
         ranks: the others, of a model that is split; owned by the executor.
@@ -126,7 +129,7 @@ def make_executor(
             _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
         return executor
     cuda_executor = _cuda_executor(
-        model, rotation, pools, encoder, options, limit, adapters, None if ranks is None else ranks.send_packed
+        model, rotation, pools, encoder, options, limit, adapters, None if ranks is None else ranks.send_packed, again
     )
     leading = cuda_executor if ranks is None else LeadingOverlapExecutor(cuda_executor, ranks)
     if warm:
@@ -150,6 +153,7 @@ def _cuda_executor(
     limit: int,
     adapters: TorchAdapters | None,
     others: "Callable[[PackedStep], None] | None",
+    again: bool = False,
 ) -> "CudaExecutor":
     from penstock.workers.engines.native.cuda.adapters import CudaAdapters
     from penstock.workers.engines.native.cuda.executor import CudaExecutor
@@ -170,7 +174,7 @@ def _cuda_executor(
         others=others,
     )
     if options.warm:
-        executor.capture()
+        executor.capture(again=again)
     return executor
 
 

@@ -144,7 +144,7 @@ class DeviceWeights:
     Args:
         executor: of ``make``.
         load: loads a folder as ``target`` was loaded, onto a device, in a data type; None: no folder is loaded whole.
-        make: what computes with a model and ``pools``.
+        make: what computes with a model and ``pools``; with True, as another did before.
         quantize: as of ``WeightReader``.
         stays: why the KV cache or other memory cannot leave the device; "": all of it can.
         ranks: the others, of a model that is split.
@@ -157,7 +157,7 @@ class DeviceWeights:
         executor: "AnyExecutor",
         *,
         load: Callable[[str, torch.device, str], Model] | None,
-        make: "Callable[[PreparedModel], AnyExecutor]",
+        make: "Callable[[PreparedModel, bool], AnyExecutor]",
         quantize: Callable[[Any], object] | None = None,
         stays: str = "",
         ranks: EngineRanks | None = None,
@@ -241,7 +241,7 @@ class DeviceWeights:
         except (torch.OutOfMemoryError, UnsupportedModel) as error:
             raise EngineError(f"the weights of {folder} cannot be prepared: {error}") from error
         self._reader.model = self._target.model
-        return self.wake()
+        return self._allocate(again=False)
 
     def _free_pools(self, consequence: str) -> None:
         if self.stays:
@@ -258,12 +258,15 @@ class DeviceWeights:
             torch.cuda.empty_cache()
 
     def wake(self) -> "AnyExecutor":
+        return self._allocate(again=True)
+
+    def _allocate(self, again: bool) -> "AnyExecutor":
         try:
             if self._host is not None:
                 self._host.bring(self._target.model.device)
             for pool in self._pools:
                 pool.allocate()
-            self._executor = self._make(self._target)
+            self._executor = self._make(self._target, again)
         except (torch.OutOfMemoryError, OSError) as error:
             raise EngineError(out_of_memory(error)) from error
         return self._executor

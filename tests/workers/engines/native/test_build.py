@@ -59,6 +59,22 @@ def test_pools_whose_addresses_other_workers_know_stay_where_they_are(llama: Pat
     assert run(engine, [request("a", prompt(5), 3)])["a"]
 
 
+def test_graphs_are_captured_again_only_for_the_modules_that_had_some(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of others may not be compiled yet."""
+    weights = build(str(llama), NativeOptions(device="cpu", kv_blocks=9)).weights
+    assert weights is not None
+    store, made = weights.store, list[bool]()
+    assert isinstance(store, DeviceWeights)
+    make = store._make
+    monkeypatch.setattr(store, "_make", lambda target, again: made.append(again) or make(target, again))
+    store.sleep()
+    store.wake()
+    store._rebuild(store._target.model, str(llama))
+    assert made == [True, False]
+
+
 def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,16 +266,22 @@ class CudaExecutor:
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
-    def capture(self) -> None:
-        """Capture a graph for each of ``batch_sizes``. A model that cannot be captured runs eagerly."""
+    def capture(self, *, again: bool = False) -> None:
+        """Capture a graph for each of ``batch_sizes``, and for short prompts. A model that cannot be runs eagerly.
+
+        Args:
+            again: another executor of this process had graphs of the same modules, so that kernels are compiled and
+                libraries have chosen theirs: nothing is computed before it is captured.
+        """
         assert self.model is not None
         assert self.pool is not None
         pool, began = None, time.perf_counter()
         try:
             with torch.inference_mode():
                 for size, adapted in self._variants(batch_sizes(self._rows)):
-                    self.run_fixed(size)  # compiles kernels and lets libraries choose theirs
-                    torch.cuda.synchronize()
+                    if not again:
+                        self.run_fixed(size)  # compiles kernels and lets libraries choose theirs
+                        torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
                         logits = self.run_fixed(size)
@@ -284,12 +290,15 @@ class CudaExecutor:
         except RuntimeError as error:
             self._graphs.clear()
             torch.cuda.synchronize()
+            if again:
+                self.capture()
+                return
             log.warning("decode_without_graphs", reason=str(error).strip().splitlines()[0])
         if not self._on_all_ranks(bool(self._graphs)):
             self._graphs.clear()
         self._graph_sizes = sorted({size for size, _ in self._graphs})
         if self._graphs:
-            self._capture_prompts(pool)
+            self._capture_prompts(pool, again)
             graphs = len(self._graphs) + len(self._prompt_graphs.graphs)
             rows = max((size for size, _ in self._prompt_graphs.graphs), default=0)
             log.info("graphs_captured", graphs=graphs, prompt_rows=rows, seconds=round(time.perf_counter() - began, 2))
@@ -312,7 +321,7 @@ class CudaExecutor:
         if self._adapters is not None:
             self._adapters.fix(0, active=False)
 
-    def _capture_prompts(self, pool: Any) -> None:
+    def _capture_prompts(self, pool: Any, again: bool) -> None:
         assert self.model is not None
         graphs, group = self._prompt_graphs, self.model.group
 
@@ -325,10 +334,13 @@ class CudaExecutor:
             with torch.inference_mode():
                 rows = graphs.affordable(forward)
                 graphs.bound(rows if group is None else group.least(rows, self._device))
-                graphs.capture(forward, pool, self._variants(graphs.sizes))
+                graphs.capture(forward, pool, self._variants(graphs.sizes), again=again)
         except RuntimeError as error:
             graphs.clear()
             torch.cuda.synchronize()
+            if again:
+                self._capture_prompts(pool, again=False)
+                return
             log.warning("prompts_without_graphs", reason=str(error).strip().splitlines()[0])
         if not self._on_all_ranks(bool(graphs.graphs)):
             graphs.clear()

@@ -96,6 +96,8 @@ class PromptGraphs:
         forward: Callable[[GraphInputs], Tensor],
         pool: Any,
         variants: Iterable[tuple[int, bool]],
+        *,
+        again: bool = False,
     ) -> None:
         """Capture the graphs.
 
@@ -103,14 +105,16 @@ class PromptGraphs:
             forward: the model's logits of the wanted rows.
             pool: memory of other graphs, which never run at the same time.
             variants: of which rows, and whether some have an adapter; each is captured before the next one is taken.
+            again: see ``CudaExecutor.capture``.
 
         Raises:
             RuntimeError: the model cannot be captured.
         """
         for size, adapted in variants:
             inputs = self.inputs(size)
-            forward(inputs)  # compiles kernels and lets libraries choose theirs
-            torch.cuda.synchronize()
+            if not again:
+                forward(inputs)  # compiles kernels and lets libraries choose theirs
+                torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
                 logits = forward(inputs)

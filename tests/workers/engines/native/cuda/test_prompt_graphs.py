@@ -1,5 +1,6 @@
 """Steps with short prompts as inputs of a graph: what fits, and what lies where."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -108,6 +109,22 @@ def test_what_activations_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert made.affordable(lambda inputs: computed.append(len(inputs.tokens)) or inputs.tokens) == 1300
     assert computed == [SMALL]
     assert not PromptGraphs(Upload(1 << 10, CPU), OFFSET, TILE, 16, 4).affordable(lambda inputs: inputs.tokens)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_captured_before_is_not_computed_first(
+    graphs: PromptGraphs, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    sizes = list[int]()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs.clear()
+    graphs.capture(
+        lambda inputs: sizes.append(len(inputs.tokens)) or inputs.tokens, None, [(64, False), (32, False)], again=again
+    )
+    assert sizes == ([64, 32] if again else [64, 64, 32, 32])
+    assert [len(logits) for _, logits in graphs.graphs.values()] == [64, 32]
 
 
 def test_an_executor_whose_steps_are_shorter_than_every_graph_has_none() -> None:
