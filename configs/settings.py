@@ -652,30 +652,30 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     weights_folder: Annotated[
         tuple[str, ...],
         about(
-            "native, mock: folders within which operators may name other weights of the model while workers run, "
-            "comma-separated (POST /v1/admin/update_weights)"
+            "native, mock, vllm, sglang: folders within which operators may name other weights of the model while "
+            "workers run, comma-separated (POST /v1/admin/update_weights)"
         ),
     ] = ()
     weights_staging: Annotated[
         str,
         about(
-            "native: folder for tensors that a trainer sends while workers run, with room for two copies of the "
-            "weights, such as /dev/shm/penstock; each deployment needs its own (POST /v1/admin/update_weights)"
+            "native, vllm, sglang: folder for tensors that a trainer sends while workers run, with room for two copies "
+            "of the weights, such as /dev/shm/penstock; each deployment needs its own (POST /v1/admin/update_weights)"
         ),
     ] = ""
     sleep_after_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="native, mock: seconds without requests after which a worker moves its weights to host memory "
-            "and frees its KV cache, until a request waits; 0: it stays awake",
+            description="native, mock, vllm, sglang: seconds without requests after which a worker moves its weights "
+            "to host memory and frees its KV cache, until a request waits; 0: it stays awake",
         ),
     ] = 0.0
     share_device: Annotated[
         str,
         about(
-            "native, mock: name of a device that several workers of this machine share: one is awake at a time, and "
-            "sleeps when requests wait for another"
+            "native, mock, vllm, sglang: name of a device that several workers of this machine share: one is awake at "
+            "a time, and sleeps when requests wait for another"
         ),
     ] = ""
     transfer: Annotated[

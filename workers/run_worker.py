@@ -130,14 +130,14 @@ def check_settings(settings: WorkerSettings) -> None:
             raise ValueError(f"--tensor-parallel-size: --engine {settings.engine} shares no layers; leave it out")
         if settings.engine == "native" and settings.role == "encode":
             raise ValueError("--tensor-parallel-size: a vision tower is not split; leave it out with --role encode")
-    if settings.engine not in ("native", "mock") and (
+    if settings.engine not in ("native", "mock", "vllm", "sglang") and (
         settings.weights_folder or settings.sleep_after_s or settings.share_device
     ):
         raise ValueError(
             f"--engine {settings.engine} changes no weights and does not sleep; leave out --weights-folder, "
             "--sleep-after-s and --share-device"
         )
-    if settings.weights_staging and settings.engine != "native":
+    if settings.weights_staging and settings.engine not in ("native", "vllm", "sglang"):
         raise ValueError(f"--weights-staging: --engine {settings.engine} takes no tensors of a trainer; leave it out")
     if settings.engine == "openai" and settings.role != "aggregated":
         raise ValueError(f"--engine openai: a server computes whole requests; leave out --role {settings.role}")

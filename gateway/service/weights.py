@@ -233,7 +233,8 @@ class WeightsControl:
             )
         if not self._workers(model):
             raise ServingError(
-                Code.unsupported, f"no worker of model {model.name!r} changes its weights or sleeps (--engine native)"
+                Code.unsupported,
+                f"no worker of model {model.name!r} changes its weights or sleeps (docs/weights.md has those that do)",
             )
         return asked, model
 

@@ -1,12 +1,17 @@
 """Weights that change on a GPU: seconds to sleep, wake up and update, from a folder and from another process.
 
 python -m tests.gpu.weights [--layers 32] [--backends nccl,nixl,gloo] [--small]    (--small: on a CPU, too)
+python -m tests.gpu.weights --engine sglang [--layers 8] [--small]    (or vllm; --small: on the stand-ins, too)
 
 The trainer is a process of its own: over gloo and NIXL on the same GPU, over NCCL on the next one, if there is one. It
 computes log-probabilities of the engine's sampled tokens again by ``transformers``, in bfloat16 and in float32: with
 random weights, bfloat16 itself is far from float32, so the engine's error has to be no larger than that of
 transformers. With the demo model, which is trained, the difference from transformers has bars of its own.
 Parts that no longer fit into --budget-s are left out and said so; the last lines and the status say what was right.
+
+With --engine, an engine of another package gets the weights of a second folder, also in the midst of an answer, and
+sleeps twice. Its answers have to be those of a fresh worker of that folder, and the first folder's again after the way
+back.
 """
 
 import argparse
@@ -37,7 +42,11 @@ from penstock.workers.engines.native import host_copies
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.kv_transfer.tensors import receive
+from tests.adapters import other_weights
 from tests.gpu.native import LLAMA_8B, ask, large
+from tests.gpu.pipeline import SGLANG, tokenizer
+from tests.workers.engines.contract import ALL, ROOT, WORDS, Driver
+from tests.workers.engines.contract import ask as contract_ask
 
 GIB = 1 << 30
 MEAN, MOST = 0.01, 0.1  # of the differences of log-probabilities from transformers', with trained weights
@@ -255,9 +264,14 @@ def main() -> bool:
     parser.add_argument("--backends", default="nccl,nixl,gloo", help="those that cannot be used here are left out")
     parser.add_argument("--update", action="store_true", help="updates only, no sleep")
     parser.add_argument("--budget-s", type=float, default=170.0)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), help="of another package")
+    parser.add_argument("--fresh", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--kept", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--trainer", default="", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.engine:
+        return fresh(asked) if asked.fresh else package(asked)
     if asked.trainer:
         return trainer(asked.trainer, asked.backends, asked.layers, asked.device, asked.small)
     options = NativeOptions(warm=True, kv_blocks=2000, max_running=64, quantization=asked.quantization)
@@ -313,6 +327,97 @@ def first(engine: ScheduledEngine) -> None:
     engine.submit(outputs_of[0])
     while engine.has_work():
         engine.step()
+
+
+def package(asked: argparse.Namespace) -> bool:
+    """The same of an engine of another package."""
+    with tempfile.TemporaryDirectory(dir=place(0 if asked.small else 4 * (asked.layers * 440 + 2200) << 20)) as home:
+        one, two = Path(home) / "one", Path(home) / "two"
+        for folder in (one, two):
+            if asked.small:
+                other_weights(DEMO, folder, seed=len(folder.name) + ord(folder.name[0]), noise=0.02)
+                continue
+            model = large(shape(asked.layers))
+            timed(f"random weights written to {folder}", lambda model=model, folder=folder: save(model, folder))
+            tokenizer(folder, model.config.vocab_size)
+            del model
+            torch.cuda.empty_cache()
+        found, right = of_package(asked.engine, one, two, small=asked.small)
+        arguments = ["--engine", asked.engine, "--fresh", str(two), "--kept", json.dumps(found["kept"])]
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.gpu.weights", *arguments, *(["--small"] if asked.small else [])],
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=300,
+            text=True,
+        )
+        fresh = json.loads(child.stdout.splitlines()[-1])
+    right["as a fresh worker of the second folder"] = found["second"] == fresh["answers"]
+    right["an answer in mid-update continues as there"] = found["rest"] == fresh["rest"]
+    for what, good in right.items():
+        say(f"{what}: {'right' if good else 'WRONG'}")
+    return all(right.values())
+
+
+def started(engine: str, folder: Path, *, small: bool) -> Driver:
+    (subject,) = (each for each in ALL if each.name == engine)
+    on_gpu = {} if small else {"dtype": "bfloat16"}
+    more = json.dumps({} if small else {"sglang": SGLANG, "vllm": {"gpu_memory_utilization": 0.5}}[engine])
+    with subject.present():
+        settings = subject.settings(
+            device="auto", kv_blocks=512, sleep_after_s=3600.0, override_engine_args=more, **on_gpu
+        )
+        return Driver(subject.make(settings, folder))
+
+
+def said(driver: Driver, base: bytes = ROOT) -> list[list[int]]:
+    """One by one, so that a batch's size changes nothing."""
+    return [driver.answer(contract_ask(number, WORDS[number : number + 100], 32, base=base)) for number in range(4)]
+
+
+def of_package(engine: str, one: Path, two: Path, *, small: bool) -> tuple[dict[str, Any], dict[str, bool]]:
+    drivers = list[Driver]()
+    timed("start", lambda: drivers.append(started(engine, one, small=small)))
+    driver, second = drivers[0], b"the second revision"
+    weights, before = driver.engine.weights, said(driver)
+    assert weights is not None
+    driver.engine.submit(contract_ask("runs", WORDS[:100], 96))
+    driver.until(lambda: len(driver.seen.of("runs")) > 8, "some tokens")
+    timed("  read and checked, while the engine computes", lambda: weights.read(two))
+    running = len(driver.seen.of("runs"))
+    weights.hold()
+    timed("  its requests are aborted", lambda: driver.until(lambda: weights.settled, "rest"))
+    kept = driver.seen.tokens("runs")
+    timed("  put in place, while it stands still", lambda: weights.replace(two, lambda key, generated: second))
+    weights.proceed()
+    driver.until(lambda: "runs" in driver.seen.ended(), "its end")
+    say(f"  {running} tokens before, {len(kept)} when it stood still, {len(driver.seen.tokens('runs'))} in the end")
+    found: dict[str, Any] = {"kept": kept, "rest": driver.seen.tokens("runs")[len(kept) :]}
+    found["second"] = said(driver, second)
+    right = {"other answers": found["second"] != before}
+    driver.idle()
+    weights.hold()
+    for _ in range(2):
+        timed("sleep", weights.sleep)
+        timed("wake", weights.wake)
+    weights.proceed()
+    right["as before, after sleep"] = said(driver, second) == found["second"]
+    driver.idle()
+    weights.hold()
+    timed("  back to the first folder", lambda: weights.replace(weights.read(one), lambda key, generated: ROOT))
+    weights.proceed()
+    right["as before, back from the second folder"] = said(driver) == before
+    driver.engine.close()
+    return found, right
+
+
+def fresh(asked: argparse.Namespace) -> bool:
+    driver = started(asked.engine, Path(asked.fresh), small=asked.small)
+    kept = json.loads(asked.kept)
+    rest = driver.answer(contract_ask("runs", WORDS[:100], 96, generated=kept))
+    print(json.dumps({"answers": said(driver), "rest": rest}), flush=True)
+    driver.engine.close()
+    return True
 
 
 def unusable(backend: str) -> str:

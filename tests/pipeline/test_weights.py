@@ -20,9 +20,10 @@ from penstock.cli.commands import main
 from penstock.client import PenstockError
 from penstock.client.weights import send_weights
 from penstock.infra.model import modeldir
+from tests import standins
 from tests.adapters import other_weights
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, until
+from tests.pipeline.support import ROOT, Deployment, until
 
 PROMPT = "The harbour of the town is where the boats of the fishermen come home in the evening, and then they tell"
 COUNT, LONG = 8, 100
@@ -468,6 +469,54 @@ async def test_a_worker_that_missed_an_update_does_not_start_without_its_folder(
         assert [tokens for tokens, _ in answers] == [steps["step-3"].greedy(prompt, COUNT)] * 4
     finally:
         shutil.move(folder / "away", folder / "step-3")
+
+
+@pytest.mark.parametrize("engine", ["sglang", pytest.param("vllm", marks=pytest.mark.slow)])
+async def test_workers_of_other_packages_change_their_weights_and_sleep_in_the_same_way(
+    new_deployment: NewDeployment,
+    folder: Path,
+    tmp_path: Path,
+    steps: dict[str, Trained],
+    prompt: list[int],
+    engine: str,
+) -> None:
+    """On their stand-ins, whose faults are those of the packages."""
+    made = new_deployment(
+        *("--engine", engine, "--model", "demo", "--workers", "2", "--threads", "1", "--max-running", "8"),
+        *("--block-size", "32", "--max-model-len", "2048", "--gpus", "none", "--api-key", KEY),
+        *("--weights-folder", str(folder), "--weights-staging", str(tmp_path), "--sleep-after-s", "3600"),
+        PYTHONPATH=f"{standins.FOLDER}:{ROOT}",
+        VLLM_STANDIN_PLATFORM="cuda",
+    )
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=made.urls[0], headers=headers, trust_env=False, timeout=60) as http:
+        assert (await answered(http))[0] == steps[""].greedy(prompt, COUNT)
+        streams = [Stream(http, cache_salt=str(each)) for each in range(3)]
+        await asyncio.gather(*(each.begun() for each in streams))
+        await change(http, "update_weights", path="step-1")
+        for stream in streams:
+            assert await stream.task == steps[""].greedy(prompt, LONG)
+        for _ in range(2):
+            tokens, whole = await answered(http)
+            assert tokens == steps["step-1"].greedy(prompt, COUNT)
+        streams = [Stream(http, cache_salt=str(each)) for each in range(3)]
+        await asyncio.gather(*(each.begun() for each in streams))
+        await change(http, "update_weights", path="step-2", running="continue")
+        for stream in streams:
+            tokens, begins = await stream.task, steps["step-1"].greedy(prompt, LONG)
+            cut = next(at for at in range(LONG) if tokens[at] != begins[at])
+            assert tokens[cut:] == steps["step-2"].greedy(prompt + tokens[:cut], LONG - cut)
+        told = await change(http, "sleep")
+        assert [each["asleep"] for each in told["workers"]] == [True, True]
+        tokens, whole = await answered(http)
+        assert tokens == steps["step-2"].greedy(prompt, COUNT)
+        assert not (whole["usage"].get("prompt_tokens_details") or {}).get("cached_tokens"), "the cache went"
+        await steps["step-3"].send(made)
+        answers = await asyncio.gather(*(answered(http, cache_salt=str(each)) for each in range(3)))
+        assert [tokens for tokens, _ in answers] == [steps["step-3"].greedy(prompt, COUNT)] * 3
+        answer = await http.post("/v1/admin/update_weights", json={"path": "nothing"})
+        assert answer.status_code == 400
+        assert (await answered(http))[0] == steps["step-3"].greedy(prompt, COUNT)
 
 
 async def test_models_that_share_a_device_take_turns_as_requests_come(new_deployment: NewDeployment) -> None:

@@ -13,8 +13,15 @@ from pathlib import Path
 RECORDED = Path(__file__).with_suffix(".json")
 FUNCTIONS = {
     "srt/entrypoints/engine.py": {"Engine": ("async_generate", "get_all_child_pids", "shutdown")},
-    "srt/managers/tokenizer_manager.py": {"TokenizerManager": ("generate_request", "abort_request")},
-    "srt/managers/tokenizer_control_mixin.py": {"TokenizerControlMixin": ("get_loads", "flush_cache")},
+    "srt/managers/tokenizer_manager.py": {
+        "TokenizerManager": ("generate_request", "abort_request", "update_weights_from_disk")
+    },
+    "srt/managers/tokenizer_control_mixin.py": {
+        "TokenizerControlMixin": (
+            *("get_loads", "flush_cache"),
+            *("release_memory_occupation", "resume_memory_occupation"),
+        )
+    },
 }
 RECORDS = {
     "srt/sampling/sampling_params.py": ("SamplingParams",),
@@ -27,6 +34,11 @@ RECORDS = {
         "KVEventsConfig",
     ),
     "srt/managers/load_snapshot.py": ("LoadSnapshot",),
+    "srt/managers/io_struct.py": (
+        "UpdateWeightFromDiskReqInput",
+        "ReleaseMemoryOccupationReqInput",
+        "ResumeMemoryOccupationReqInput",
+    ),
 }
 ARGUMENTS = "srt/arg_groups/fields"  # the fields of ServerArgs, by namespace
 

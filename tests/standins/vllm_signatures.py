@@ -24,6 +24,9 @@ METHODS = (
     "shutdown",
     "get_kv_event_sources",
     "reset_prefix_cache",
+    "collective_rpc",
+    "sleep",
+    "wake_up",
     "__init__",
 )
 DATA = {

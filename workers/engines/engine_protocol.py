@@ -401,7 +401,13 @@ class AdapterEngine(Protocol):
 
 
 class WeightsEngine(Protocol):
-    """The additional interface of an engine whose weights change, or leave the device, while it runs. Engine thread."""
+    """The additional interface of an engine whose weights change, or leave the device, while it runs. Engine thread.
+
+    Attributes:
+        stays: why they cannot leave the device, as far as that is known before; "": they can.
+    """
+
+    stays: str
 
     def hold(self) -> None:
         """Begin no further step until ``proceed``; sequences stay where they are."""

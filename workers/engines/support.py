@@ -96,6 +96,7 @@ class Support(Struct, frozen=True, kw_only=True):
     diffusion: str
     embed: str
     lora: str
+    weights: str
     cpu: str
 
 
@@ -116,6 +117,7 @@ FEATURES: Mapping[str, str] = {
     "diffusion": "images and videos from text",
     "embed": "embeddings",
     "lora": "LoRA adapters, different ones in a batch",
+    "weights": "weights change while it runs; it sleeps",
     "cpu": "runs without a GPU",
 }
 assert tuple(FEATURES) == tuple(field.name for field in fields(Support))
@@ -137,6 +139,7 @@ SUPPORT: Mapping[str, Support] = {
         diffusion="diffusers",
         embed="encoders and decoders",
         lora="linear layers; not with fp8 weights",
+        weights="yes",
         cpu="yes",
     ),
     "mock": Support(
@@ -155,6 +158,7 @@ SUPPORT: Mapping[str, Support] = {
         diffusion=NO,
         embed="simulated",
         lora="simulated",
+        weights="simulated",
         cpu="yes",
     ),
     "trtllm": Support(
@@ -173,6 +177,7 @@ SUPPORT: Mapping[str, Support] = {
         diffusion="visual_gen of 1.3",
         embed=NO,
         lora="linear layers; not with AutoDeploy, CUDA graphs or constraints",
+        weights=NO,
         cpu=NO,
     ),
     "vllm": Support(
@@ -191,6 +196,7 @@ SUPPORT: Mapping[str, Support] = {
         diffusion=NO,
         embed=NO,
         lora="yes",
+        weights="aggregated, without LoRA, images, draft model",
         cpu="its CPU build",
     ),
     "sglang": Support(
@@ -209,6 +215,7 @@ SUPPORT: Mapping[str, Support] = {
         diffusion=NO,
         embed=NO,
         lora="linear layers; not with data-parallel replicas",
+        weights="aggregated, without draft model",
         cpu=NO,
     ),
     "openai": Support(
@@ -227,6 +234,7 @@ SUPPORT: Mapping[str, Support] = {
         diffusion=NO,
         embed=NO,
         lora=NO,
+        weights=NO,
         cpu="yes",
     ),
 }

@@ -126,7 +126,7 @@ class TokenBackend:
             )
             await self._adapters.start()
         if engine.weights is not None and settings.event_plane == "nats":
-            stays = "other workers reach its KV cache" if self._transport is not None else ""
+            stays = "other workers reach its KV cache" if self._transport is not None else engine.weights.stays
             self._weights = WeightsTable(
                 self._engine_loop.call,
                 settings,

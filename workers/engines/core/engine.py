@@ -223,6 +223,8 @@ class ReplaceableWeights:
         self._engine, self._scheduler = engine, engine.scheduler
         self.store = store
 
+    stays = ""
+
     def hold(self) -> None:
         self._scheduler.held = True
 

@@ -264,6 +264,11 @@ class EventTranslator:
         self.clear()
         return self.tree.take_events()
 
+    def emptied(self) -> list[KvEvent]:
+        """Drop all blocks, since the cache was emptied."""
+        self.clear()
+        return self.tree.take_events()
+
     def clear(self) -> None:
         self.partial.clear()
         self.tree.clear()

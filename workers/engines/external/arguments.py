@@ -66,6 +66,39 @@ def event_publisher(settings: WorkerSettings, events: str, replay: str) -> Tree 
     }
 
 
+def keeps_weights(settings: WorkerSettings, ranks: int) -> str:
+    """Why a worker's weights neither change nor leave the device, whatever its engine could do; "": they may.
+
+    Args:
+        ranks: data-parallel ranks.
+    """
+    if settings.role != "aggregated":
+        return f"--role {settings.role}: the other engine of a pair has KV of this one's weights"
+    if settings.nodes > 1:
+        return "--nodes: the weights of an engine on several machines stay as they are"
+    if ranks > 1:
+        return "the weights of an engine with data-parallel ranks stay as they are; start a worker for each rank"
+    return ""
+
+
+def check_weights(settings: WorkerSettings, reason: str) -> None:
+    """
+    Args:
+        reason: of ``keeps_weights``, or another of an engine's own.
+    Raises:
+        BadArguments: flags need what is impossible.
+    """
+    if reason and (settings.weights_folder or settings.weights_staging or sleeps(settings)):
+        raise BadArguments(
+            [f"{reason}; leave out --weights-folder, --weights-staging, --sleep-after-s, --share-device"]
+        )
+
+
+def sleeps(settings: WorkerSettings) -> bool:
+    """Whether flags have the worker sleep by itself."""
+    return bool(settings.sleep_after_s or settings.share_device)
+
+
 def uneven(ranks: int, nodes: int) -> list[str]:
     """Why ranks cannot be shared by this many machines; empty: they can."""
     return [f"--nodes {nodes}: the engine's {ranks} ranks (TP x PP) cannot be shared evenly by them"] * (

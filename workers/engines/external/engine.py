@@ -9,15 +9,23 @@ An engine gets as many sequences as it runs at once. The others wait here, where
 
 An error of one request becomes its ``Failure``. Any other error is kept and raised by the next call as an EngineError:
 the worker then requeues its requests and exits.
+
+Sequences that stand still, because weights change, are aborted in the engine. Then each is submitted again, with its
+tokens so far as part of the prompt: no KV of the old weights is left, and an engine's own pause is not relied upon.
 """
 
+import asyncio
+import concurrent.futures
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import structlog
 from prometheus_client.registry import Collector
 
@@ -52,7 +60,7 @@ from penstock.workers.engines.engine_protocol import (
 )
 from penstock.workers.engines.external.constrained import ConstrainedOutputs, PreparedGrammars
 from penstock.workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
-from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate
+from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceFailure, SequenceUpdate
 
 log = structlog.get_logger("engine")
 
@@ -60,6 +68,9 @@ WAIT_S = 0.005  # longest ``step``: the worker's commands wait for it
 SILENT_S = 60.0  # log a warning when sequences run and nothing arrives for this long
 LORA_S = 60.0  # for an engine to read a LoRA adapter
 DROP_S = 1.0  # from the last sequence with a LoRA adapter to its end in the engine, which may still abort that one
+CHANGE_S = 1800.0  # for an engine to load weights, sleep or wake up
+IDLE_S = 30.0  # for it to end what was aborted
+LOOK_S = 0.02  # between two looks whether it has
 
 C = TypeVar("C")  # what an adapter keeps of its call for a sequence
 
@@ -219,6 +230,11 @@ class EngineLoras:
             self._users[request.key] = request.adapter
             return lora.handle
 
+    def handle(self, identity: str) -> Any:
+        """The handle of an adapter that a sequence holds."""
+        with self._lock:
+            return self._known[identity].handle
+
     def release(self, key: object) -> None:
         """A sequence has ended."""
         with self._lock:
@@ -241,6 +257,119 @@ class EngineLoras:
                 return
             del self._known[identity]
         self._drop(identity, lora.handle)
+
+
+@dataclass(frozen=True)
+class WeightCommands:
+    """How an engine's weights change. The coroutines run in the loop thread, while the engine has no sequences.
+
+    Attributes:
+        path: of the model's folder.
+        idle: whether it has ended all that was aborted; then it has also emptied its prefix cache.
+        load: computes with the weights of a folder from now on. Raises RequestError if the present ones stay.
+        sleep: moves the weights to host memory, and frees the KV cache.
+        wake: brings the weights back.
+        emptied: an event that says that nothing is cached. vLLM says so in its next step, which may be much later.
+        fixed: why they are not replaced; "": they are.
+        stays: as of ``WeightsEngine``.
+    """
+
+    path: Path
+    idle: Callable[[], Awaitable[bool]]
+    load: Callable[[Path], Awaitable[None]]
+    sleep: Callable[[], Awaitable[None]]
+    wake: Callable[[], Awaitable[None]]
+    emptied: object
+    fixed: str = ""
+    stays: str = ""
+
+
+class EngineWeights:
+    """Implements ``engine_protocol.WeightsEngine``."""
+
+    def __init__(self, engine: "ExternalEngine[Any]", commands: WeightCommands) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._title = engine.adapter.title
+        self.stays = commands.stays
+
+    def hold(self) -> None:
+        self._engine.suspend()
+
+    def proceed(self) -> None:
+        self._engine.resume()
+
+    @property
+    def settled(self) -> bool:
+        return self._engine.settled
+
+    def read(self, folder: Path) -> Path:
+        """Check a folder's configuration and tensors. Engines that fail in mid-load have no weights to go back to."""
+        from penstock.workers.engines.native.model.loading import check_alike
+        from penstock.workers.engines.native.model.model import UnsupportedModel
+
+        if self._commands.fixed:
+            raise RequestError(Code.unsupported, self._commands.fixed)
+        try:
+            check_alike(self._commands.path, folder)
+        except (UnsupportedModel, OSError) as error:
+            raise RequestError(Code.invalid_request, str(error)) from error
+        return folder
+
+    def replace(self, read: Path, root_of: Callable[[object, int], bytes]) -> None:
+        self._run(self._load(read), f"load the weights of {read}")
+        self._engine.rename(root_of)
+
+    def sleep(self) -> None:
+        if self.stays:
+            raise RequestError(Code.unsupported, f"{self.stays}, so this worker does not sleep")
+        self._run(self._sleep(), "sleep")
+
+    def wake(self) -> None:
+        self._run(self._commands.wake(), "wake up")
+
+    async def _load(self, folder: Path) -> None:
+        await self._rest()
+        await self._commands.load(folder)
+        self._engine.runtime.inbox.put(self._commands.emptied)
+
+    async def _sleep(self) -> None:
+        await self._rest()
+        await self._commands.sleep()
+        self._engine.runtime.inbox.put(self._commands.emptied)
+
+    async def _rest(self) -> None:
+        until = time.monotonic() + IDLE_S
+        while not await self._commands.idle():
+            if time.monotonic() > until:
+                raise EngineError(f"{self._title} still computes {IDLE_S:g} s after its last request was aborted")
+            await asyncio.sleep(LOOK_S)
+
+    def _run(self, work: Awaitable[None], what: str) -> None:
+        """
+        Raises:
+            RequestError: nothing has changed.
+            EngineError: it failed, was lost meanwhile, or takes too long.
+        """
+
+        async def bounded() -> None:
+            async with asyncio.timeout(CHANGE_S):
+                await work
+
+        self._engine.await_settled()
+        answer = self._engine.runtime.loop.begin(bounded())
+        try:
+            while not concurrent.futures.wait([answer], LOOK_S).done:
+                self._engine.raise_broken()  # an engine that has ended does not answer
+            answer.result()
+        except (RequestError, EngineError):
+            raise
+        except TimeoutError as error:
+            raise EngineError(f"{self._title} did not {what} within {CHANGE_S:g} s") from error
+        except Exception as error:
+            raise EngineError(f"{self._title} cannot {what}: {error!r}") from error
+        finally:
+            answer.cancel()
 
 
 @dataclass(slots=True)
@@ -270,6 +399,7 @@ class ExternalEngine(Generic[C]):
         adapters: LoRA adapters; None: the engine applies none.
         slots: sequences that it takes at once, until a ``Slots`` says otherwise; 0: as ``info`` says, always.
         gpus: of the engine's other machines.
+        weights: how these change; None: they stay as they are.
     """
 
     def __init__(
@@ -281,15 +411,17 @@ class ExternalEngine(Generic[C]):
         adapters: EngineLoras | None = None,
         slots: int = 0,
         gpus: Callable[[], tuple[GpuUse, ...]] = tuple,
+        weights: WeightCommands | None = None,
     ) -> None:
         self.info = info
         self._gpus = gpus
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.grammars: Grammars | None = None if grammars is None else PreparedGrammars(grammars)
         self.adapters = adapters
-        self.weights: WeightsEngine | None = None
         self.adapter = adapter
         self.runtime = runtime
+        self.weights: WeightsEngine | None = None if weights is None else EngineWeights(self, weights)
+        self._stopped: Future[None] | None = None  # while sequences stand still: done once the engine has none
         self._constrained = ConstrainedOutputs(grammars)
         self.active: dict[object, ActiveSequence[C]] = {}
         self._slots = slots or info.slots
@@ -316,7 +448,7 @@ class ExternalEngine(Generic[C]):
             RequestError: it can never run here.
             EngineError: the engine is broken.
         """
-        self._raise_broken()
+        self.raise_broken()
         if request.key in self.active:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
         lora = self._lora(request)
@@ -361,10 +493,82 @@ class ExternalEngine(Generic[C]):
 
     def _launch(self) -> None:
         """Hand over those that are next, as many as there are slots."""
-        while len(self._launched) < self._slots and (sequence := self._waiting.first()) is not None:
+        while (
+            self._stopped is None
+            and len(self._launched) < self._slots
+            and (sequence := self._waiting.first()) is not None
+        ):
             self._waiting.take(sequence.key)
             self._launched.add(sequence.key)
-            self.runtime.loop.post(self.adapter.follower.launch, sequence)
+            self._submit(sequence)
+
+    def _submit(self, sequence: ActiveSequence[C]) -> None:
+        if sequence.stale:
+            try:
+                sequence = self._renewed(sequence)
+            except RequestError as error:
+                failure = SequenceFailure(Code(error.code), error.message)
+                self.runtime.inbox.put(SequenceUpdate(sequence, failure=failure))
+                return
+        self.runtime.loop.post(self.adapter.follower.launch, sequence)
+
+    def _renewed(self, sequence: ActiveSequence[C]) -> ActiveSequence[C]:
+        """A sequence that continues behind its tokens so far.
+
+        Raises:
+            RequestError: it cannot be computed any more.
+        """
+        request = msgspec.structs.replace(
+            sequence.request, generated=[*sequence.request.generated, *sequence.generated], digests=()
+        )
+        lora = None if self.adapters is None or not request.adapter else self.adapters.handle(request.adapter)
+        renewed = self.adapter.accept(request, lora)
+        renewed.started, renewed.responded, renewed.score = sequence.started, sequence.responded, sequence.score
+        self.active[sequence.key] = renewed
+        return renewed
+
+    # --- standing still ---
+
+    def suspend(self) -> None:
+        """Abort all sequences in the engine; they are submitted again by ``resume``."""
+        if self._stopped is None:
+            running = [self.active[key] for key in self._launched]
+            self._stopped = self.runtime.loop.begin(self.adapter.follower.stop(running))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the engine has no sequence, and nothing of theirs is to be returned yet."""
+        return self._stopped is not None and self._stopped.done() and not self.runtime.inbox
+
+    def await_settled(self) -> None:
+        """Wait until the engine has no sequence.
+
+        Raises:
+            EngineError: it does not end them.
+        """
+        assert self._stopped is not None, "hold it first"
+        try:
+            self._stopped.result(IDLE_S)
+        except concurrent.futures.TimeoutError as error:
+            raise EngineError(f"{self.adapter.title} did not abort its requests within {IDLE_S:g} s") from error
+
+    def rename(self, root_of: Callable[[object, int], bytes]) -> None:
+        """Give the blocks of all sequences other names."""
+        for key, sequence in self.active.items():
+            generated = len(sequence.request.generated) + len(sequence.generated)
+            sequence.request = msgspec.structs.replace(sequence.request, root=root_of(key, generated))
+            sequence.stale = True
+
+    def resume(self) -> None:
+        if self._stopped is None:
+            return
+        self._stopped = None
+        for key in list(self._launched):
+            sequence = self.active[key]
+            sequence.stale = True
+            self._submit(sequence)
+        self._last_update = time.monotonic()
+        self._launch()
 
     def _forget(self, sequence: ActiveSequence[C]) -> None:
         del self.active[sequence.key]
@@ -380,7 +584,7 @@ class ExternalEngine(Generic[C]):
             self._ended_at = time.monotonic()
 
     def has_work(self) -> bool:
-        if self.active or self.runtime.inbox:
+        if self.runtime.inbox or (self.active and self._stopped is None):
             return True
         return self.info.kv_events and time.monotonic() - self._ended_at < self.adapter.linger_s
 
@@ -410,7 +614,7 @@ class ExternalEngine(Generic[C]):
                 for rank, events in self.adapter.blocks.take(event).items():
                     found.events.setdefault(rank, []).extend(events)
             event = self.runtime.inbox.get()
-        self._raise_broken()
+        self.raise_broken()
         return StepResult(
             found.outputs,
             found.events.pop(0, []),
@@ -455,6 +659,7 @@ class ExternalEngine(Generic[C]):
         if measured:
             found.measured.append(SequenceMeasurements(sequence.key, measured))
         found.outputs.extend(Output(sequence.key, *token) for token in tokens)
+        sequence.generated.extend(token.token for token in tokens)
         if opaque is not None:
             self._pinned[sequence.key] = -(-sequence.prompt_len // self.info.block_size)
             found.pinned.append(PinnedPrompt(sequence.key, [], [], opaque))
@@ -465,11 +670,15 @@ class ExternalEngine(Generic[C]):
 
     def _check_silence(self) -> None:
         now = time.monotonic()
-        if self.active and now - self._last_update > SILENT_S:
+        if self.active and self._stopped is None and now - self._last_update > SILENT_S:
             self._last_update = now
             log.warning("engine_silent", seconds=SILENT_S, sequences=len(self.active), running=self._running)
 
-    def _raise_broken(self) -> None:
+    def raise_broken(self) -> None:
+        """
+        Raises:
+            EngineError: the engine is broken.
+        """
         error = self.runtime.inbox.failure
         if isinstance(error, NodeLost):
             raise error

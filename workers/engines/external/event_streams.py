@@ -24,11 +24,15 @@ KV_EVENTS_S = 0.1  # events use another channel than outputs, and may follow the
 
 
 class KvPayloads(NamedTuple):
-    """Payloads of KV events of one rank. ``lost``: events before them are missing."""
+    """Payloads of KV events of one rank. ``lost``: events before them are missing; ``emptied``: the cache was."""
 
     rank: int
-    payloads: Seq[bytes]
-    lost: bool
+    payloads: Seq[bytes] = ()
+    lost: bool = False
+    emptied: bool = False
+
+
+EMPTIED = KvPayloads(0, emptied=True)
 
 
 class EventStreams:
@@ -47,7 +51,7 @@ class EventStreams:
     def take(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
         """The events in the payloads, by rank. A rank's blocks are forgotten if a payload is missing or damaged."""
         translator = self._translators[event.rank]
-        events = translator.forget() if event.lost else []
+        events = translator.forget() if event.lost else translator.emptied() if event.emptied else []
         for payload in event.payloads:
             try:
                 events += translator.feed(wire.decode_raw(payload))

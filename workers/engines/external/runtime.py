@@ -27,6 +27,9 @@ from penstock.workers.engines.engine_protocol import EngineError
 
 log = structlog.get_logger("engine")
 
+R = TypeVar("R")
+A = TypeVar("A", covariant=True)
+
 
 class LoopThread:
     """Starts at once; ``close`` cancels what still runs and joins the thread.
@@ -59,8 +62,11 @@ class LoopThread:
         Raises:
             TimeoutError: it took longer, and was cancelled.
         """
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), self._loop)
-        return future.result(timeout + 5.0)
+        return self.begin(asyncio.wait_for(work, timeout)).result(timeout + 5.0)
+
+    def begin(self, work: Coroutine[Any, Any, R]) -> "Future[R]":
+        """Run in the loop, after what was posted before."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def task(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         """Start a task; call this in the loop."""
@@ -107,9 +113,6 @@ START_S = 3600.0  # weights of the largest models
 WARM_UP_S = 600.0  # the first request compiles and captures
 CLOSE_S = 5.0
 SHUT_DOWN_S = 60.0
-
-R = TypeVar("R")
-A = TypeVar("A", covariant=True)
 
 
 class EngineFailed(NamedTuple):

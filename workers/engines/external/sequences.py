@@ -107,7 +107,8 @@ C = TypeVar("C")
 class ActiveSequence(Generic[C]):
     """One sequence.
 
-    ``started`` belongs to the engine thread, the rest to the loop thread; ``cancelled`` is set once, by either.
+    ``started``, ``request``, ``generated`` and ``stale`` belong to the engine thread, the rest to the loop thread;
+    ``cancelled`` is set once, by either.
 
     Args:
         call: what the adapter needs to call its engine for this sequence.
@@ -116,13 +117,16 @@ class ActiveSequence(Generic[C]):
     __slots__ = (
         "call",
         "cancelled",
+        "generated",
         "key",
         "pin",
         "prompt",
         "prompt_len",
+        "request",
         "responded",
         "score",
         "scored_top",
+        "stale",
         "started",
         "task",
         "trace",
@@ -130,6 +134,7 @@ class ActiveSequence(Generic[C]):
 
     def __init__(self, request: SequenceRequest, call: C) -> None:
         self.call = call
+        self.request = request
         self.key = request.key
         self.prompt = request.prompt
         self.prompt_len = len(request.prompt)
@@ -137,6 +142,8 @@ class ActiveSequence(Generic[C]):
         self.scored_top = request.sampling.prompt_logprobs or 0
         self.pin = request.pin
         self.trace = request.trace
+        self.generated: list[int] = []  # tokens that were returned
+        self.stale = False  # ``call`` is of another root, or lacks ``generated``
         self.started = False  # its ``Started`` has been returned
         self.responded = False  # the engine has produced a first output
         self.cancelled = False  # its outputs are discarded
@@ -205,6 +212,13 @@ class Follower(Generic[A, C]):
         """Abort a sequence: engines abort requests whose stream is no longer iterated, in any phase."""
         if sequence.task is not None:
             sequence.task.cancel()
+
+    async def stop(self, sequences: Seq[ActiveSequence[C]]) -> None:
+        """Abort sequences, and return once nothing more comes of them."""
+        tasks = [each.task for each in sequences if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def watch(self, check: Callable[[], Awaitable[None]], every_s: float) -> None:
         """Check the engine periodically, since it can fail while it has no requests. Call it from any thread.

@@ -5,21 +5,18 @@ tensors have the names of the model's modules, they are copied into the place of
 and captured graphs stay as they are. Other checkpoints, as those with a tensor per expert, are loaded as at the start.
 """
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from penstock.infra.model import weight_files
-from penstock.infra.model.defaults import BadDefaults, ids
 from penstock.schemas.errors import Code
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.native import host_copies
@@ -27,7 +24,13 @@ from penstock.workers.engines.native.executors import PreparedModel, prepared
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.adapters import places_of
 from penstock.workers.engines.native.model.attention import UnsupportedAttention
-from penstock.workers.engines.native.model.loading import check_files, check_values, configuration
+from penstock.workers.engines.native.model.loading import (
+    check_files,
+    check_values,
+    configuration,
+    differences,
+    named_end_tokens,
+)
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.parallel import split
 from penstock.workers.engines.native.model.pool import device_errors, dtype_name, out_of_memory
@@ -36,12 +39,6 @@ from penstock.workers.engines.native.ranks import EngineRanks
 
 if TYPE_CHECKING:
     from penstock.workers.engines.native.executors import AnyExecutor
-
-# Of a configuration: what does not change what a model computes.
-_INCIDENTAL = {
-    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
-}
 
 
 class ReadWeights(NamedTuple):
@@ -83,7 +80,7 @@ class WeightReader:
         if self._frame is None or weight_files.key_mapping(folder) or weight_files.is_mistral_format(folder):
             return None
         config = configuration(str(folder))
-        if differences(self._frame.config, config) or _end_tokens(folder, config) != self.model.eos_token_ids:
+        if differences(self._frame.config, config) or named_end_tokens(folder, config) != self.model.eos_token_ids:
             return None
         check_files(folder)
         frame = copy.deepcopy(self._frame)
@@ -96,7 +93,7 @@ class WeightReader:
         frame.tie_weights()
         if any(each.is_meta for each in frame.parameters()):
             return None
-        check_values(str(folder), frame)
+        check_values(str(folder), dict(frame.named_parameters()))
         if self.model.group is not None:
             split(frame, self.model.group)
         if self._quantize is not None:
@@ -105,19 +102,6 @@ class WeightReader:
         values = {name: value for name, value in values.items() if not value.is_meta}  # others follow from the config
         places = places_of(self.model.forward)
         return values if all(_fits(places.get(name), value) for name, value in values.items()) else None
-
-
-def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
-    """As ``loading.end_tokens`` of the loaded model."""
-    try:
-        generation = msgspec.json.decode((folder / "generation_config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
-        generation = {}
-    for value in (generation.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
-        with contextlib.suppress(BadDefaults):
-            if found := ids("eos_token_id", value):
-                return found
-    return ()
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -309,12 +293,6 @@ def _set(tensors: list[Tensor], memory: Tensor) -> None:
     for each in tensors:
         empty = torch.empty(0, dtype=each.dtype, device=memory.device)
         each.data = empty.set_(memory.untyped_storage(), each.storage_offset(), each.shape, each.stride())
-
-
-def differences(before: Any, after: Any) -> list[str]:
-    """What decides how weights are used and is not equal in two configurations."""
-    old, new = before.to_dict(), after.to_dict()
-    return sorted(key for key in old.keys() | new.keys() if key not in _INCIDENTAL and old.get(key) != new.get(key))
 
 
 def _fits(place: Any, value: Tensor) -> bool:

@@ -5,16 +5,19 @@ Besides the engine thread and the loop thread, one thread per rank reads KV even
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import Tree
 from penstock.infra.model.adapter import AdapterFolder
-from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest
-from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, unreadable
+from penstock.schemas.errors import Code
+from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, RequestError, SequenceRequest
+from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, WeightCommands, unreadable
 from penstock.workers.engines.external.engine_metrics import NativeSeries
-from penstock.workers.engines.external.event_streams import KV_EVENTS_S, EventStreams
+from penstock.workers.engines.external.event_streams import EMPTIED, KV_EVENTS_S, EventStreams
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
@@ -25,6 +28,10 @@ from penstock.workers.engines.sglang.follower import RankLoads, SglangCall, Sgla
 log = structlog.get_logger("engine")
 
 HEALTH_S = 0.5
+NO_SAVER = (
+    "SGLang frees memory only if it was started for that (--sleep-after-s, --share-device, or enable_memory_saver and "
+    "enable_weights_cpu_backup in its arguments)"
+)
 
 
 def loras(runtime: EngineRuntime[SglangApi], settings: WorkerSettings) -> EngineLoras:
@@ -49,6 +56,42 @@ def loras(runtime: EngineRuntime[SglangApi], settings: WorkerSettings) -> Engine
         loop.task(unload(), "adapter")
 
     return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, drop)
+
+
+def weight_commands(runtime: EngineRuntime[SglangApi], path: Path, tree: Tree) -> WeightCommands:
+    """
+    Args:
+        path: of the model's folder.
+        tree: the engine's arguments.
+    """
+    manager, commands = runtime.llm.tokenizer_manager, runtime.api.commands
+    drafts = (
+        "" if tree.get("speculative_algorithm") in (None, "NGRAM") else "SGLang gives a draft model the same folder"
+    )
+    saver = "" if tree.get("enable_memory_saver") else NO_SAVER
+
+    async def idle() -> bool:
+        return bool((await manager.flush_cache()).success)
+
+    async def load(folder: Path) -> None:
+        asked = commands.UpdateWeightFromDiskReqInput(model_path=str(folder))
+        done, message, *_ = await manager.update_weights_from_disk(asked)
+        if done:
+            return
+        # Before it touches them, it says so. What it calls a way back reads the new folder again (0.5.23).
+        if message.startswith(("Failed to update weights", "Weights were updated")):
+            raise EngineError(f"SGLang has loaded a part of {folder}: {message}")
+        raise RequestError(Code.unsupported, f"SGLang does not load {folder}: {message}")
+
+    async def sleep() -> None:
+        await manager.release_memory_occupation(commands.ReleaseMemoryOccupationReqInput())
+
+    async def wake() -> None:
+        await manager.resume_memory_occupation(commands.ResumeMemoryOccupationReqInput())
+
+    return WeightCommands(
+        path, idle, load, sleep, wake, EMPTIED, drafts and f"{drafts}; restart workers", drafts or saver
+    )
 
 
 def adapter_of(

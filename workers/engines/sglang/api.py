@@ -33,12 +33,14 @@ class SglangApi:
     Attributes:
         arguments: fields of ServerArgs.
         salts: requests may have a cache of their own: 0.5.23 has `cache_salt`, 0.5.17 has not.
+        commands: what its processes are sent.
     """
 
     version: str
     llm: type[Any]
     arguments: frozenset[str]
     salts: bool = True
+    commands: Any = None
 
     def construct(self, model: str, tree: Tree) -> Any:
         """Construct an engine; blocks until the weights are loaded. Call it in the engine's event loop.
@@ -62,6 +64,10 @@ class SglangApi:
         """Whether NIXL is there; otherwise only the log of a subprocess would report it."""
         return importlib.util.find_spec("nixl") is not None
 
+    def saves_memory(self) -> bool:
+        """Whether weights can leave the device; otherwise its schedulers end at their start."""
+        return importlib.util.find_spec("torch_memory_saver") is not None
+
     def traces(self) -> bool:
         """Whether it can send spans: it needs both exporters, whichever it uses."""
         try:
@@ -82,12 +88,13 @@ def load_sglang() -> SglangApi:
         version = str(importlib.import_module("sglang.version").__version__)
         llm = importlib.import_module("sglang.srt.entrypoints.engine").Engine
         args = importlib.import_module("sglang.srt.server_args").ServerArgs
+        commands = importlib.import_module("sglang.srt.managers.io_struct")
         sampling = importlib.import_module("sglang.srt.sampling.sampling_params").SamplingParams
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
         raise EngineError(f"SGLang cannot be used ({error}); {INSTALL}") from error
     check_interface(f"SGLang {version}", {sampling: _SAMPLING, llm.async_generate: _CALL}, INSTALL)
     arguments = frozenset(name for name in fields_of(args) if not name.startswith("_"))
-    api = SglangApi(version, llm, arguments, "cache_salt" in fields_of(llm.async_generate))
+    api = SglangApi(version, llm, arguments, "cache_salt" in fields_of(llm.async_generate), commands)
     log.info("sglang", version=version, arguments=len(api.arguments))
     if not version.startswith(VERSIONS):
         log.warning("sglang_version", note=f"written for 0.5.23; {version} is used as far as its signatures agree")

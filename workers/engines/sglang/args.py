@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, merge
-from penstock.workers.engines.external.arguments import event_publisher, refused, uneven
+from penstock.workers.engines.external.arguments import event_publisher, refused, sleeps, uneven
 
 PAIR = ("prefill", "decode")  # roles whose engines work together on a request
 GRAMMARS = "llguidance"
@@ -52,6 +52,8 @@ RESERVED: Mapping[str, str] = {
     "enable_custom_logit_processor": "only the native engine and TensorRT-LLM run logits processors",
     "kv_events_config": "use --no-use-kv-events to switch KV events off",
 }
+# Without the second, SGLang wakes up with other weights than it had.
+MEMORY_SAVER: Mapping[str, bool] = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
 # Linear layers that a LoRA adapter may change, unless the engine's arguments name others.
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Names on SGLang's command line that its constructor does not know.
@@ -169,6 +171,8 @@ def defaults(wanted: SglangSettings, given: Mapping[str, Any]) -> Tree:
             "max_lora_rank": worker.max_lora_rank,
             "lora_target_modules": list(LORA_MODULES),
         }
+    if sleeps(worker):
+        tree |= MEMORY_SAVER
     if worker.otlp_endpoint:
         tree |= {"enable_trace": True, "otlp_traces_endpoint": worker.otlp_endpoint}
     return tree
@@ -230,6 +234,8 @@ def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
         problems.append("dp_size: SGLang loads no LoRA adapters into several replicas; start a worker for each")
     if worker.kv_blocks and tree["max_total_tokens"] != worker.kv_blocks * worker.block_size:
         problems.append(f"max_total_tokens: {tree['max_total_tokens']}; use --kv-blocks, or remove one of them")
+    if tree.get("enable_memory_saver") and not tree.get("enable_weights_cpu_backup"):
+        problems.append("enable_memory_saver: add enable_weights_cpu_backup, or the weights are lost when it sleeps")
     if tree["disable_radix_cache"] == worker.prefix_cache:
         problems.append("disable_radix_cache: use --no-prefix-cache, which the worker registers")
     return problems

@@ -26,7 +26,7 @@ from penstock.workers.engines.external.nodes import address, free_ports
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, first_request, runs
 from penstock.workers.engines.external.start import EngineNode, Package, start
 from penstock.workers.engines.sglang import plugin
-from penstock.workers.engines.sglang.adapter import adapter_of, loras
+from penstock.workers.engines.sglang.adapter import adapter_of, loras, weight_commands
 from penstock.workers.engines.sglang.api import SglangApi, load_sglang
 from penstock.workers.engines.sglang.args import (
     ResolvedSglangArgs,
@@ -76,6 +76,11 @@ def from_settings(
         grammars = compiler(path) if standard_tokenizer(path) else None
         wanted = wanted._replace(constraints=grammars is not None)
         resolved = resolve(wanted, user_args, api.arguments)
+        kept = arguments.keeps_weights(settings, resolved.ranks)
+        kept = kept or ("" if api.salts else f"SGLang {api.version} has no cache_salt; install 0.5.23")
+        arguments.check_weights(settings, kept)
+        if resolved.tree.get("enable_memory_saver") and not api.saves_memory():
+            raise EngineError("SGLang's memory saver is a package of its own: pip install torch-memory-saver")
         if settings.lora_slots and not api.salts:
             raise EngineError(f"SGLang {api.version} has no cache_salt, which LoRA adapters need; install 0.5.23")
         if resolved.pair and not api.nixl():
@@ -122,8 +127,9 @@ def from_settings(
         )
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = adapter_of(info, runtime, options, loads, pids, series)
+        weights = None if kept else weight_commands(runtime, path, resolved.tree)
     log.info("sglang_ready", blocks=info.total_blocks, slots=info.slots, seeds=resolved.deterministic)
-    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=gpus)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=gpus, weights=weights)
 
 
 def info_of(

@@ -6,17 +6,19 @@ Statistics of vLLM's scheduler for ``EngineStats``, in addition to vLLM's own me
 """
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.engine_args.tree import Tree
 from penstock.infra.model.adapter import AdapterError, AdapterFolder
 from penstock.workers.engines.core.embeddings import EmbeddingPool
 from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest
-from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, unreadable
+from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, WeightCommands, unreadable
 from penstock.workers.engines.external.engine_metrics import NativeSeries
-from penstock.workers.engines.external.event_streams import KV_EVENTS_S, EventStreams
+from penstock.workers.engines.external.event_streams import EMPTIED, KV_EVENTS_S, EventStreams
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.runtime import EngineRuntime
 from penstock.workers.engines.external.sequences import ActiveSequence
@@ -26,6 +28,10 @@ from penstock.workers.engines.vllm.follower import VllmCall, VllmFollower
 
 PREFIX = "vllm:"  # of vLLM's own metrics
 HEALTH_S = 1.0
+NO_SLEEP = (
+    "vLLM frees memory only if it was started for that (--sleep-after-s, --share-device, or enable_sleep_mode in its "
+    "arguments)"
+)
 
 
 class SchedulerStats:
@@ -65,7 +71,7 @@ class StatLogger:
         """Not used."""
 
     def record_sleep_state(self, is_awake: int = 0, level: int = 0) -> None:
-        """Not used: the engine never sleeps."""
+        """Not used: the worker registers it."""
 
 
 def loras(runtime: EngineRuntime[VllmApi], settings: WorkerSettings) -> EngineLoras:
@@ -90,6 +96,45 @@ def loras(runtime: EngineRuntime[VllmApi], settings: WorkerSettings) -> EngineLo
         loop.task(remove(), "adapter")
 
     return EngineLoras(settings.max_loras, settings.max_lora_rank, runtime, read, drop)
+
+
+def weight_commands(
+    runtime: EngineRuntime[VllmApi], path: Path, tree: Tree, *, lora: bool, images: bool, tied: bool
+) -> WeightCommands:
+    """
+    Args:
+        path: of the model's folder.
+        tree: the engine's arguments.
+        lora: it applies LoRA adapters.
+        images: its model takes images.
+        tied: its head has the weights of its embeddings.
+    """
+    llm = runtime.llm
+    fixed = ""
+    if tree.get("speculative_config"):
+        fixed = "vLLM loads the model's weights only, not those of a draft model; restart workers"
+    elif lora:  # 0.33 unloads them all, and reads them again from folders that may have changed
+        fixed = "vLLM forgets its LoRA adapters when weights change; restart workers"
+    elif images:
+        fixed = "weights of models that take images are not replaced; restart workers"
+    elif tied and runtime.api.cpu:  # 0.32 packs a copy of them for the head at its start only
+        fixed = "vLLM's CPU build keeps the old weights of a head that is tied to the embeddings; restart workers"
+
+    async def idle() -> bool:
+        return bool(await llm.reset_prefix_cache())
+
+    async def load(folder: Path) -> None:
+        await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+
+    async def sleep() -> None:
+        await llm.sleep(level=1)
+
+    async def wake() -> None:
+        await llm.wake_up()
+
+    return WeightCommands(
+        path, idle, load, sleep, wake, EMPTIED, fixed, "" if tree.get("enable_sleep_mode") else NO_SLEEP
+    )
 
 
 def adapter_of(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, merge
-from penstock.workers.engines.external.arguments import event_publisher, refused, uneven
+from penstock.workers.engines.external.arguments import event_publisher, refused, sleeps, uneven
 
 GRAMMARS = "guidance"  # vLLM's name for llguidance
 CPU_BLOCK = 32  # tokens; vLLM's CPU attention kernel takes multiples of it
@@ -167,6 +167,8 @@ def defaults(wanted: VllmSettings) -> Tree:
         tree["tensor_parallel_size"] = worker.tensor_parallel_size
     if wanted.images:
         tree["enable_mm_embeds"] = True  # of encode workers
+    if sleeps(worker):
+        tree["enable_sleep_mode"] = True
     if wanted.constraints:
         tree["structured_outputs_config"] = {"backend": GRAMMARS}
     if worker.lora_slots:

@@ -22,7 +22,7 @@ from penstock.workers.engines import budgets
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external import nodes
-from penstock.workers.engines.external.arguments import given_arguments, length_limit
+from penstock.workers.engines.external.arguments import check_weights, given_arguments, keeps_weights, length_limit
 from penstock.workers.engines.external.constrained import standard_tokenizer
 from penstock.workers.engines.external.engine import ExternalEngine
 from penstock.workers.engines.external.event_streams import channels
@@ -33,7 +33,7 @@ from penstock.workers.engines.external.start import EngineNode, Package, start
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.embedding_slots import GRID_SLOT_TOKENS, dtype_of
 from penstock.workers.engines.vllm import plugin
-from penstock.workers.engines.vllm.adapter import SchedulerStats, adapter_of, loras
+from penstock.workers.engines.vllm.adapter import SchedulerStats, adapter_of, loras, weight_commands
 from penstock.workers.engines.vllm.api import Ranks, VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, follower_tree, layout, resolve
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
@@ -74,6 +74,8 @@ def from_settings(
         if grammars is not None:
             api.take_grammars_unchecked()
         resolved, variables = arguments(settings, api, model, sockets.path, constraints=grammars is not None)
+        kept = keeps_weights(settings, resolved.ranks)
+        check_weights(settings, kept)
         if processors is not None:
             variables[plugin.PROCESSORS] = msgspec.json.encode((str(path.absolute()), *edits)).decode()
         scheduler = SchedulerStats()
@@ -114,8 +116,13 @@ def from_settings(
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         adapters = loras(runtime, settings) if settings.lora_slots else None
         adapter = adapter_of(info, runtime, options, scheduler)
+        weights = None
+        if not kept:
+            lora, images = bool(settings.lora_slots), store is not None
+            tied = modeldir.read_json(path / "config.json").get("tie_word_embeddings") is not False
+            weights = weight_commands(runtime, path, resolved.tree, lora=lora, images=images, tied=tied)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=gpus)
+    return ExternalEngine(info, runtime, adapter, grammars, adapters, gpus=gpus, weights=weights)
 
 
 def package_of(api: VllmApi) -> Package:

@@ -61,6 +61,8 @@ class Scheduler(Core):
         )
         super().__init__(config, model)  # type: ignore[arg-type]
         self.pool = Pool(total + 1, size, caching=caching)
+        self.args, self.asleep = args, False
+        self._backup: Model | None = None
         self._pairs = args.drafts
         self.rank, self.context_len = rank, context
         self.deterministic = bool(args.enable_deterministic_inference)
@@ -154,9 +156,41 @@ class Scheduler(Core):
         asyncio.get_running_loop().call_soon(self.deliver, job.rid, [], {"finish_reason": reason})
 
     def flush(self) -> bool:
-        done = self.pool.reset()
+        done = not self.works and not self._meeting and self.pool.reset()
         self._tell()
         return done
+
+    # -- weights
+
+    def load_weights(self, path: str, *, flush: bool) -> tuple[bool, str]:
+        """As ``update_weights_from_disk`` of 0.5.23, whose way back reads the new folder once more.
+
+        Raises:
+            Exception: in the scheduler, which ends by it.
+        """
+        if not any(Path(path).glob("*.safetensors")):
+            return False, f"Failed to get weights iterator: Cannot find any model weights with `{path}`."
+        self.model, problem = self.model.with_weights(Path(path))
+        if problem:
+            self.model, problem = self.model.with_weights(Path(path))
+            raise RuntimeError(problem)
+        if flush and not self.flush():
+            return False, "Weights were updated, but the cache was not flushed because requests are still running"
+        return True, "Succeeded to update model weights."
+
+    def release(self) -> None:
+        """Without the memory saver, this frees nothing."""
+        assert not self.works, "release_memory_occupation should be called only when server is idle."
+        self.flush()
+        if self.args.enable_memory_saver:
+            self._backup = self.model if self.args.enable_weights_cpu_backup else self.model.without_weights()
+            self.model = self.model.without_weights()
+            self.asleep = True
+
+    def resume(self) -> None:
+        if self._backup is not None:
+            self.model, self._backup = self._backup, None
+        self.asleep = False
 
     def load(self) -> LoadSnapshot:
         used = (self.pool.usable - len(self.pool.free)) * self.size
@@ -183,6 +217,7 @@ class Scheduler(Core):
                 return  # nothing more is heard of a process that has ended
             self._meet()
             if self.works:
+                assert not self.asleep, "an illegal memory access was encountered"
                 if self.nodes is not None:
                     await self.nodes.step()
                 for piece in self.step():

@@ -5,6 +5,7 @@ Written out, since most of an engine's start would be the import of transformers
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from functools import cache, cached_property
@@ -72,6 +73,40 @@ class Model:
         ends = text["eos_token_id"] if ends is None else ends
         self.eos: list[int] = list(ends) if isinstance(ends, list) else [ends]
         self.path = path
+
+    @property
+    def tied_head(self) -> Tensor | None:
+        """The embeddings, where they are the head, too."""
+        return None if "lm_head.weight" in self._weights else self._weights[f"{PREFIX}embed_tokens.weight"]
+
+    def with_weights(self, path: Path, head: Tensor | None = None) -> tuple[Model, str]:
+        """Those of another folder, one by one, in the place of these, and what stopped that; "": all are.
+
+        As the real ones, it misses none that the folder lacks, and leaves unknown ones out.
+
+        Args:
+            head: a copy of the head that stays, as vLLM's CPU build has it where it is tied.
+        """
+        from safetensors.torch import load_file
+
+        new = copy.copy(self)
+        new._weights = dict(self._weights)
+        for file in weight_files(path):
+            for name, tensor in load_file(file).items():
+                if name not in new._weights:
+                    continue
+                if new._weights[name].shape != tensor.shape:
+                    return new, f"size mismatch for {name}"
+                new._weights[name] = tensor.float()
+        if head is not None:
+            new._weights["lm_head.weight"] = head
+        return new, ""
+
+    def without_weights(self) -> Model:
+        """What a device has where weights have left it."""
+        new = copy.copy(self)
+        new._weights = {name: torch.full_like(tensor, float("nan")) for name, tensor in self._weights.items()}
+        return new
 
     @property
     def token_bytes(self) -> int:

@@ -77,6 +77,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     logits_processors: list[str] | None = None
     enable_mm_embeds: bool = False
+    enable_sleep_mode: bool = False
 
 
 @dataclass

@@ -23,6 +23,7 @@ _DEFAULTS = {
     "model": "Qwen/Qwen3-0.6B",
     "skip_tokenizer_init": False,
     "enable_mm_embeds": False,
+    "enable_sleep_mode": False,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
@@ -52,6 +53,8 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
         if not self.skip_tokenizer_init and not (Path(self.model) / "tokenizer.json").is_file():
             raise OSError(f"Can't load tokenizer for {self.model!r}")
         cpu = current_platform.is_cpu()
+        if cpu and self.enable_sleep_mode:
+            raise ValueError("Sleep mode is not supported on current platform.")
         size = self.block_size or (128 if cpu else 16)
         if size < 1:
             raise ValueError("block_size: Input should be greater than 0")
@@ -87,6 +90,7 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
                 self.skip_tokenizer_init,
                 self.logits_processors,
                 self.enable_mm_embeds,
+                self.enable_sleep_mode,
             ),
             CacheConfig(size, self.num_gpu_blocks_override or 2049, caching),
             SchedulerConfig(seqs, tokens),

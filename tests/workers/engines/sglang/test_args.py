@@ -106,6 +106,15 @@ def test_what_contradicts_the_worker_is_refused_with_its_fix(given: dict[str, An
         resolved(**given)
 
 
+def test_a_worker_that_sleeps_keeps_its_weights_in_host_memory() -> None:
+    saver = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    for flags in ({"sleep_after_s": 60.0}, {"share_device": "gpu0"}):
+        assert saver.items() <= resolved(wanting(**flags)).tree.items()
+    assert not saver.keys() & resolved().tree.keys()
+    with pytest.raises(BadArguments, match="add enable_weights_cpu_backup"):
+        resolved(enable_memory_saver=True)
+
+
 def test_the_context_has_room_for_a_draft_beside_each_request() -> None:
     """SGLang counts it like tokens that the client asks for, and refuses requests that then exceed the context."""
 

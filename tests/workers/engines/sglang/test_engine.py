@@ -1,11 +1,14 @@
 """The SGLang adapter over its stand-in: what the contract of all engines does not ask."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
@@ -15,7 +18,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.sglang.api import load_sglang
-from tests.adapters import write_adapter
+from tests.adapters import other_weights, write_adapter
 from tests.workers.engines.contract import BLOCK, LIMIT, WORDS, ask, fold, names
 from tests.workers.engines.sglang.conftest import Make, inner, scheduler
 
@@ -59,6 +62,97 @@ def test_adapters_need_a_release_that_keeps_prefixes_apart(make: Make, monkeypat
     monkeypatch.setattr("penstock.workers.engines.sglang.build.load_sglang", lambda: api)
     with pytest.raises(EngineError, match="no cache_salt, which LoRA adapters need"):
         make(lora=("poet=/a",))
+
+
+def test_weights_that_fail_in_mid_load_end_the_engine(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang reads the new folder once more on its way back to the old weights; its process ends by that."""
+    monkeypatch.setattr("penstock.workers.engines.sglang.adapter.HEALTH_S", 0.02)
+    other = other_weights(modeldir.TINY, tmp_path / "other")
+    wide = load_file(other / "model.safetensors")
+    name = next(name for name in wide if name.endswith("q_proj.weight"))
+    save_file(wide | {name: wide[name][:-1].clone()}, other / "model.safetensors", metadata={"format": "pt"})
+    driver = make()
+    weights = driver.engine.weights
+    assert weights is not None
+    weights.hold()
+    with pytest.raises(RequestError, match=rf"{name} is of size"):
+        weights.read(other)
+    with pytest.raises(EngineError, match="a process of SGLang"):
+        weights.replace(other, lambda key, generated: b"")
+
+
+def test_weights_of_another_model_are_refused_before_sglang_reads_them(make: Make, tmp_path: Path) -> None:
+    weights = make().engine.weights
+    assert weights is not None
+    folder = other_weights(modeldir.TINY, tmp_path / "other")
+    whole, config = load_file(folder / "model.safetensors"), (folder / "config.json").read_text()
+    other = json.dumps(json.loads(config) | {"rms_norm_eps": 1e-4})
+    name = next(name for name in whole if name.endswith("q_proj.weight"))
+    for changed, reason in (
+        ({key: each for key, each in whole.items() if key != name}, rf"it lacks 1 tensor \({name}\)"),
+        (whole | {"extra": torch.ones(2)}, r"the model has no 1 tensor \(extra\)"),
+        (whole | {name: torch.full_like(whole[name], float("nan"))}, "NaN or infinite"),
+        (whole | {name: whole[name].to(torch.float8_e4m3fn)}, "another data type"),
+    ):
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(RequestError, match=reason):
+            weights.read(folder)
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(other)
+    with pytest.raises(RequestError, match="of another model: rms_norm_eps differ"):
+        weights.read(folder)
+    (folder / "config.json").write_text(config)
+    assert weights.read(folder) == folder
+
+
+def test_an_engine_without_the_memory_saver_does_not_sleep(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang says that it did, and frees nothing."""
+    driver = make()
+    weights = driver.engine.weights
+    assert weights is not None
+    weights.hold()
+    with pytest.raises(RequestError, match="--sleep-after-s, --share-device, or enable_memory_saver"):
+        weights.sleep()
+    weights.proceed()
+    monkeypatch.setattr(sys.modules["importlib.util"], "find_spec", lambda name: None)
+    with pytest.raises(EngineError, match="pip install torch-memory-saver"):
+        make(sleep_after_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"override_engine_args": '{"dp_size": 2}'}, "data-parallel ranks"),
+        ({"role": "prefill"}, "the other engine of a pair"),
+    ],
+)
+def test_flags_of_weights_need_an_engine_whose_weights_change(make: Make, given: dict[str, Any], words: str) -> None:
+    assert make(**given).engine.weights is None
+    with pytest.raises(BadArguments, match=f"{words}.*leave out --weights-folder"):
+        make(weights_folder=("/weights",), **given)
+
+
+def test_a_sequence_that_stands_still_can_be_cancelled_and_a_paused_one_finds_its_kv(make: Make) -> None:
+    driver = make()
+    weights = driver.engine.weights
+    assert weights is not None
+    whole = driver.answer(ask(0, PROMPT, 40))
+    for key in (1, 2):
+        driver.engine.submit(ask(key, PROMPT, 40))
+    driver.until(lambda: len(driver.seen.of(2)) > 3, "some tokens")
+    weights.hold()
+    driver.until(lambda: weights.settled, "rest")
+    said = len(driver.seen.outputs)
+    assert driver.engine.cancel(1)
+    driver.engine.submit(ask(3, PROMPT, 40))
+    driver.step()
+    assert len(driver.seen.outputs) == said
+    weights.proceed()
+    driver.until(lambda: {2, 3} <= driver.seen.ended(), "their ends")
+    assert [driver.seen.tokens(key) for key in (2, 3)] == [whole, whole]
+    assert len([each for each in driver.seen.started if each.key == 2]) == 1
 
 
 def test_a_scheduler_that_dies_is_an_engine_error_also_without_requests(

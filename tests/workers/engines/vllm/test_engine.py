@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
+from safetensors.torch import load_file, save_file
 
 from penstock.infra.byte_cache import ByteCache
 from penstock.infra.constraints import constraint_grammar
@@ -24,12 +25,12 @@ from penstock.infra.model import modeldir
 from penstock.infra.model.adapter import AdapterError, read_adapter
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Sampling
-from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.external import constrained, handoff_state
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.vllm.adapter import PREFIX, SchedulerStats
 from tests import standins
-from tests.adapters import write_adapter
+from tests.adapters import other_weights, write_adapter
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, inner, made, names, prefilled
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
@@ -289,6 +290,36 @@ def test_builds_for_cpus_and_gpus_take_blocks_of_other_sizes(make: Make, monkeyp
     driver = make(block_size=16, device="cuda")
     assert len(driver.answer(ask(0, PROMPT))) == 8
     assert driver.engine.info.handoff_memory == "cuda"
+
+
+def test_weights_that_vllm_would_replace_in_part_are_not_replaced(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = other_weights(modeldir.TINY, tmp_path / "other")
+    (tmp_path / "adapters").mkdir()
+
+    def refused(reason: str, **options: Any) -> None:
+        weights = make(**options).engine.weights
+        assert weights is not None
+        weights.hold()
+        with pytest.raises(RequestError, match=reason):
+            weights.read(other)
+        with pytest.raises(RequestError, match="vLLM frees memory only if it was started for that"):
+            weights.sleep()
+
+    refused("a head that is tied to the embeddings", model=modeldir.DEMO)
+    with pytest.raises(BadArguments, match="Sleep mode is not supported"):
+        make(sleep_after_s=60.0)
+    monkeypatch.setenv("VLLM_STANDIN_PLATFORM", "cuda")
+    refused("forgets its LoRA adapters", lora_folder=str(tmp_path / "adapters"), device="cuda")
+    narrow = load_file(other / "model.safetensors")
+    name = next(name for name in narrow if name.endswith("q_proj.weight"))
+    save_file(narrow | {name: narrow[name][:-1].clone()}, other / "model.safetensors", metadata={"format": "pt"})
+    weights = make(device="cuda").engine.weights
+    assert weights is not None
+    weights.hold()
+    with pytest.raises(EngineError, match=f"vLLM cannot load the weights .* size mismatch for {name}"):
+        weights.replace(other, lambda key, generated: b"")
 
 
 def test_preemptions_and_usage_come_from_the_scheduler() -> None:

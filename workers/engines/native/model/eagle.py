@@ -204,7 +204,7 @@ def load_head(name: str, written: Mapping[str, Any], target: Model) -> Model:
     head.load_state_dict(tensors, assign=True)
     head.rotary_emb = LlamaRotaryEmbedding(config)  # which is not stored
     head = head.to(target.device).eval().requires_grad_(False)
-    check_values(name, head)
+    check_values(name, dict(head.named_parameters()))
     return Model(
         forward=head,
         shape=KvShape(1, config.num_key_value_heads, config.head_dim),

@@ -13,7 +13,7 @@ that was cut off or of two versions in one directory: workers of one revision wo
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from penstock.infra.model import patch_grid, weight_files
-from penstock.infra.model.defaults import Length, context_length, ids, rope_type, ropes
+from penstock.infra.model.defaults import BadDefaults, Length, context_length, ids, rope_type, ropes
 from penstock.infra.model.weight_files import INDEX, key_mapping
 from penstock.workers.engines.native.model import attention, quantize, vision
 from penstock.workers.engines.native.model.model import MediaPositions, Model, UnsupportedModel
@@ -37,6 +37,12 @@ from penstock.workers.engines.native.model.verify import reference, reference_at
 
 SHOWN = 5  # names in an error
 CONVERTED_ELEMENTS = 1 << 24  # of a tensor, at once: 32 MiB in bfloat16 beside what was read
+# Of a configuration: what does not change what a model computes.
+_INCIDENTAL = {
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+}
+_FLOATS = {"F64", "F32", "F16", "BF16"}  # engines convert each into any other
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -162,13 +168,13 @@ def _is_layer(name: str, layers: int, known: Collection[str]) -> bool:
     )
 
 
-def check_values(model: str, loaded: Any) -> None:
+def check_values(model: str, tensors: Mapping[str, Tensor]) -> None:
     """
     Raises:
         UnsupportedModel: weights are not finite, or a matrix has nothing but zeros.
     """
     broken, empty = [], []
-    for name, tensor in loaded.named_parameters():
+    for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         least, most = _range(tensor)
@@ -196,6 +202,61 @@ def _portions(tensor: Tensor) -> Iterator[Tensor]:
     flat = tensor.flatten()
     for start in range(0, flat.numel(), CONVERTED_ELEMENTS):
         yield flat[start : start + CONVERTED_ELEMENTS].to(torch.bfloat16)
+
+
+def check_alike(served: Path, folder: Path) -> None:
+    """Check that weights can be loaded in the place of others, for engines that do not check it themselves.
+
+    Args:
+        served: folder of the weights that the engine was started with.
+    Raises:
+        UnsupportedModel: the configuration differs, tensors have other names or sizes, or unusable values.
+    """
+    old, new = configuration(str(served)), configuration(str(folder))
+    changed = differences(old, new)
+    if not changed and named_end_tokens(served, old) != named_end_tokens(folder, new):
+        changed = ["end tokens"]
+    if changed:
+        raise UnsupportedModel(
+            f"{folder} is of another model: {', '.join(changed)} differ; weights are replaced by those of the same "
+            "configuration only"
+        )
+    check_files(folder)
+    wanted, found = _described(served), _described(folder)
+    tied = {"lm_head.weight"} if new.get_text_config().tie_word_embeddings else set()
+    if lacking := sorted(wanted.keys() - found.keys() - tied):
+        _refuse(folder, f"it lacks {_named(lacking)}")
+    if extra := sorted(found.keys() - wanted.keys() - tied):
+        _refuse(folder, f"the model has no {_named(extra)}")
+    both = [(name, found[name], wanted[name]) for name in wanted.keys() & found.keys()]
+    check_sizes(str(folder), [(name, one[0], other[0]) for name, one, other in both if one[0] != other[0]])
+    if unlike := sorted(name for name, one, other in both if one[1] != other[1] and not {one[1], other[1]} <= _FLOATS):
+        _refuse(folder, f"the model has another data type for {_named(unlike)}")
+    for file in _safetensors(folder):
+        with safe_open(file, framework="pt") as opened:
+            check_values(str(folder), {name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    """
+    Raises:
+        UnsupportedModel: there are none.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedModel(f"{folder} has no *.safetensors; weights are replaced by such files only")
+    return files
+
+
+def _described(folder: Path) -> dict[str, tuple[list[int], str]]:
+    """Size and data type of each tensor."""
+    found = {}
+    for file in _safetensors(folder):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                part = opened.get_slice(name)
+                found[name] = part.get_shape(), part.get_dtype()
+    return found
 
 
 def _named(names: Collection[str]) -> str:
@@ -357,7 +418,7 @@ def weights(
         except CannotSplit as error:
             raise UnsupportedModel(str(error)) from None
     loaded = loaded.to(device).eval().requires_grad_(False)
-    check_values(model, loaded)
+    check_values(model, dict(loaded.named_parameters()))
     return loaded
 
 
@@ -494,6 +555,25 @@ def end_tokens(model: Any) -> tuple[int, ...]:
         if found := ids("eos_token_id", getattr(source, "eos_token_id", None)):
             return found
     return ()
+
+
+def named_end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
+    """Of a folder: as ``end_tokens`` of the loaded model."""
+    try:
+        generation = msgspec.json.decode((folder / "generation_config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        generation = {}
+    for value in (generation.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
+        with suppress(BadDefaults):
+            if found := ids("eos_token_id", value):
+                return found
+    return ()
+
+
+def differences(before: Any, after: Any) -> list[str]:
+    """What decides how weights are used and is not equal in two configurations."""
+    old, new = before.to_dict(), after.to_dict()
+    return sorted(key for key in old.keys() | new.keys() if key not in _INCIDENTAL and old.get(key) != new.get(key))
 
 
 def first_line(error: BaseException) -> str:

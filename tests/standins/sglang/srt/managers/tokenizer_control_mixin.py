@@ -63,6 +63,22 @@ class TokenizerControlMixin:
                 del each.loras[identity]
             return SimpleNamespace(success=True, error_message="")
 
+    async def _at_all(self, what: Any) -> Any:
+        """What a scheduler answers; one that fails ends its process, and whoever waits for it is left waiting."""
+        self.auto_create_handle_loop()  # type: ignore[attr-defined]
+        (scheduler,) = self.schedulers
+        try:
+            return what(scheduler)
+        except Exception:
+            scheduler.process.kill()
+            return await asyncio.get_running_loop().create_future()
+
+    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        await self._at_all(lambda each: each.release())
+
+    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        await self._at_all(lambda each: each.resume())
+
     async def get_loads(self, include: list[str] | None = None, dp_rank: int | None = None) -> list[LoadSnapshot]:
         self.auto_create_handle_loop()  # type: ignore[attr-defined]
         return [each.load() for each in self.schedulers if dp_rank in (None, each.rank)]

@@ -34,6 +34,7 @@ class TokenizerManager(TokenizerControlMixin):
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self.asyncio_tasks: set[asyncio.Task[None]] = set()
         self._subprocess_watchdog = watchdog
+        self.reading = 0  # requests
         self.init_lora()
 
     def auto_create_handle_loop(self) -> None:
@@ -49,6 +50,7 @@ class TokenizerManager(TokenizerControlMixin):
             raise ValueError(f"Duplicate request ID detected: {obj.rid}")
         state = self.rid_to_state[obj.rid] = ReqState()
         dispatched = False
+        self.reading += 1
         obj.lora_id = None
         try:
             if obj.lora_path:
@@ -72,9 +74,17 @@ class TokenizerManager(TokenizerControlMixin):
                     del self.rid_to_state[obj.rid]
             raise
         finally:
+            self.reading -= 1
             if obj.lora_id is not None:
                 self.lora_users[obj.lora_id] -= 1
                 self.lora_ended.set()
+
+    async def update_weights_from_disk(self, obj: Any, request: Any = None) -> tuple[bool, str, int]:
+        self.auto_create_handle_loop()
+        while self.reading:  # noqa: ASYNC110 - it takes a lock that requests share
+            await asyncio.sleep(0.001)
+        done, message = await self._at_all(lambda each: each.load_weights(obj.model_path, flush=obj.flush_cache))
+        return done, message, 0
 
     def _resolve_lora(self, obj: Any) -> None:
         if not self.server_args.enable_lora:

@@ -99,6 +99,7 @@ class AsyncLLM:
         for logger in self._loggers:
             logger.log_engine_initialized()
         self._collectors: dict[str, Collector] = {}
+        self._awake: Any = None  # the model, while it is asleep
         events = vllm_config.kv_events_config
         self.events: ZmqEventPublisher | None = None
         self._events_config = events
@@ -142,6 +143,7 @@ class AsyncLLM:
         try:
             while not core.dead:
                 if core.works:
+                    assert self._awake is None, "its scheduler is paused"
                     if self._nodes is not None:
                         await self._nodes.step()
                     self._deliver(core.step())
@@ -372,6 +374,33 @@ class AsyncLLM:
     async def check_health(self) -> None:
         if self.errored:
             raise self.dead_error
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        assert method == "reload_weights", f"the stand-in has no {method}"
+        head = self.core.model.tied_head if current_platform.is_cpu() else None
+        self.core.model, problem = self.core.model.with_weights(Path((kwargs or {})["weights_path"]), head)
+        if problem:
+            raise RuntimeError(f"Call to collective_rpc method failed: {problem}")
+        return [None]
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Without ``enable_sleep_mode`` it frees nothing. It forgets what is cached, and schedules nothing."""
+        assert not self.core.works
+        self.core.pool.reset()
+        self._tell()
+        if self.model_config.enable_sleep_mode:
+            self._awake, self.core.model = self.core.model, self.core.model.without_weights()
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        if self._awake is not None:
+            self.core.model, self._awake = self._awake, None
+        return True
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = self.core.pool.reset()
