@@ -82,7 +82,10 @@ class ChatTemplate:
         null_content: it leaves out the calls of a message unless its content is null.
         walks_parts: roles in whose messages it takes a list of typed parts and writes their texts.
         keeps_texts: it writes the text of every message, however old.
-        omits: what it never writes: "tools", "calls".
+        lead: what stands between the text beside calls, which it leaves out, and the name of the first call; "": it
+            writes that text, or cannot write it so.
+        splits_text: it writes the text beside calls only as a message before them.
+        omits: what it never writes: "tools", "calls", "text beside calls".
         named: the model's templates for other occasions: "tool_use", "rag".
     """
 
@@ -108,8 +111,10 @@ class ChatTemplate:
         self._names_reasoning = _READS_REASONING.search(source) is not None
         self._special_tokens = dict(special_tokens)
         self.wants_parts = self.text_arguments = self.null_content = False
+        self.lead, self.splits_text = "", False
         self.needs = self._probe()
         self._try_calls()
+        self._try_text_beside_calls()
         self._try_systems()
         self.walks_parts = frozenset(role for role in _AROUND if self._walks(role))
         self.keeps_texts = self._keeps_texts()
@@ -152,6 +157,9 @@ class ChatTemplate:
             raise TemplateError(f"these variables are set by the server: {', '.join(sorted(taken))}")
         if self.wants_parts:
             messages = [_in_parts(message) for message in messages]
+        beside: dict[str, str] = {}
+        if self.lead:
+            messages = [_beside_calls(message, beside) for message in messages]
         mark = last = ""
         if ends is PromptEnd.last_text:
             mark = _MARK + secrets.token_hex(8).upper()
@@ -176,6 +184,9 @@ class ChatTemplate:
             raise TemplateBudgetError(str(error)) from None
         except Exception as error:  # templates are code and may raise anything
             raise TemplateError(f"{type(error).__name__}: {error}") from error
+        for key, content in beside.items():
+            between = "\n" if _TAG.match(self.lead) else ""
+            text = text.replace(self.lead + key, content + between + self.lead, 1).replace(key, "")
         return _cut_at(text, mark, last) if mark else text
 
     def _with_reasoning(self, message: Message) -> Message:
@@ -193,14 +204,14 @@ class ChatTemplate:
     def _calling(self, message: Message) -> list[Message]:
         """A message with calls in the form that the template writes. Its text may become a message before it."""
         calls = message.get("tool_calls")
-        if not calls or not (self.text_arguments or self.null_content):
+        if not calls or not (self.text_arguments or self.null_content or self.splits_text):
             return [message]
         if self.text_arguments:
             message = {**message, "tool_calls": [*map(_with_text_arguments, calls)]}
-        if not self.null_content:
+        if not (self.null_content or (self.splits_text and message.get("content"))):
             return [message]
-        text = {key: value for key, value in message.items() if key != "tool_calls"}
-        return [*([text] if message["content"] else ()), {**message, "content": None}]
+        text = {"role": message["role"], "content": message["content"]}
+        return [*([text] if message["content"] else ()), {**message, "content": None if self.null_content else ""}]
 
     def _try_calls(self) -> None:
         """Set ``text_arguments`` and ``null_content`` if the template writes calls only with them."""
@@ -218,6 +229,38 @@ class ChatTemplate:
                 return
         self.text_arguments = self.null_content = False
         self.omits += ("calls",)
+
+    def _try_text_beside_calls(self) -> None:
+        """Set ``lead`` or ``splits_text`` if the template leaves out the text beside calls.
+
+        ``lead`` is what it writes between the beginning of an answer and the name of its first call. Text may stand
+        before it if the lead begins with a mark, and if an answer of text alone begins with its text there: models that
+        say something before a call write the same, and it is read as text and a call. Without a mark, as with Llama 3,
+        an answer with text before a call would be read as text alone.
+        """
+        tools = _GIVEN["tools"]
+        (user, calling), _ = _AROUND["tool"]
+        other = {**_PROBE_CALL, "id": "call00001", "function": {"name": "plumbing", "arguments": {"x": 1}}}
+        first, second = ({"role": "tool", "content": "r", "tool_call_id": each["id"]} for each in (_PROBE_CALL, other))
+        messages = [user, calling, first, {**calling, "content": _PROBE, "tool_calls": [other]}, second]
+        if "calls" in self.omits or self._writes(_PROBE, messages, tools) is not False:
+            return
+        try:
+            begins = self.render([user], tools["tools"])
+            answers = {"role": "assistant", "content": _PROBE}, calling
+            text, call = (self.render([user, each], tools["tools"], PromptEnd.last_message) for each in answers)
+        except TemplateError:
+            pass
+        else:
+            lead = call.removeprefix(begins).partition("sounding")[0]
+            if lead.startswith(_MARKS) and call.startswith(begins) and text.startswith(begins + _PROBE):
+                self.lead = lead
+        if self.lead and self._writes(_PROBE, messages, tools):
+            return
+        self.lead, self.splits_text = "", True
+        if not (self._writes(_PROBE, messages, tools) and self._writes("plumbing", messages, tools)):
+            self.splits_text = False
+            self.omits += ("text beside calls",)
 
     def _try_systems(self) -> None:
         user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -308,7 +351,21 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
+def _beside_calls(message: Message, beside: dict[str, str]) -> Message:
+    """A message with calls without its text, which is noted by a key that the name of its first call begins with."""
+    calls, content = message.get("tool_calls"), message.get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    if not calls or not content:
+        return message
+    beside[key := secrets.token_hex(8)] = content
+    function = {**calls[0]["function"], "name": key + calls[0]["function"]["name"]}
+    return {**message, "content": "", "tool_calls": [{**calls[0], "function": function}, *calls[1:]]}
+
+
+_MARKS = "[", "<"  # that calls begin with; other marks than tags follow text directly
 _MARK = "ENDOFTEXT"
+_TAG = re.compile(r"<\w")
 _READS_REASONING = re.compile(r"[.'\"]reasoning\b")
 
 

@@ -143,6 +143,50 @@ def test_a_template_that_writes_calls_without_content_alone_gets_the_content_apa
     assert prompt == '[user:q][assistant:Well.][assistant:w={"a": "\u00e9"}][tool:r]'
 
 
+# As Hermes, Mistral Nemo, Llama 3, Command R7B and strict templates write calls, without the text beside them.
+CALLS_ALONE = (
+    "{%% for m in messages %%}[{{ m.role }}]{%% if m.tool_calls %%}{%% for c in m.tool_calls %%}%s{{ c.function.name }}"
+    "({{ c.function.arguments.a }}){%% endfor %%}{%% else %%}%s{{ m.content }}{%% endif %%}/{%% endfor %%}"
+    "{%% if add_generation_prompt %%}[assistant]{%% endif %%}"
+)
+STRICT = (
+    "{%% for m in messages %%}{%% if not loop.first and m.role == messages[loop.index0 - 1].role %%}"
+    "{{ raise_exception('roles must alternate') }}{%% endif %%}{%% endfor %%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CALLS_ALONE % ("<call>\n", ""), "Well.\n<call>\nw(é)<call>\nv(é)/"),
+        (CALLS_ALONE % ("[CALLS]", ""), "Well.[CALLS]w(é)[CALLS]v(é)/"),
+        (CALLS_ALONE % ('{"name": ', ""), 'Well./[assistant]{"name": w(é){"name": v(é)/'),
+        (CALLS_ALONE % ("<|ACTION|>", "<|TEXT|>"), "<|TEXT|>Well./[assistant]<|ACTION|>w(é)<|ACTION|>v(é)/"),
+        (CALLS_ALONE % ("<{{ c.id }}>", ""), "Well./[assistant]<0>w(é)<1>v(é)/"),
+        ((STRICT + CALLS_ALONE) % ('{"name": ', ""), '{"name": w(é){"name": v(é)/'),
+    ],
+    ids=["tag", "token", "no mark", "mark of the text", "id before the name", "refused"],
+)
+def test_text_beside_calls_that_the_template_leaves_out_is_written_before_them(
+    context: PrepareContext, source: str, expected: str
+) -> None:
+    """Nothing else in the prompt changes. Where the template refuses two answers in a row, the text is left out."""
+    calls = {"tool_calls": [said_by(call_id="0"), said_by("v", "1")]}
+    results = [{"role": "tool", "content": "r", "tool_call_id": each} for each in "01"]
+    messages = [ASKED, {"role": "assistant", "content": "Well.", **calls}, *results[: 1 if "raise" in source else 2]]
+    head, tail = "[user]q/[assistant]", "".join("[tool]r/" for _ in messages[2:])
+    text = "<|TEXT|>" if "TEXT" in source else ""
+    head, tail = head.replace("q", text + "q"), tail.replace("r/", text + "r/")
+    assert shown(context, source, messages=messages) == f"{head}{expected}{tail}[assistant]"
+    silent = [ASKED, {"role": "assistant", "content": "", **calls}, *messages[2:]]
+    alone = expected.rpartition("Well./[assistant]")[2].replace("Well.\n", "").replace("Well.", "")
+    assert shown(context, source, messages=silent) == f"{head}{alone}{tail}[assistant]"
+    twice = shown(context, source, messages=[*messages, *messages[1:]])
+    assert twice == f"{head}{expected}{tail}[assistant]{expected}{tail}[assistant]"
+    omits = ChatTemplate(source, {}).omits
+    assert ("text beside calls" in omits) == ("Well." not in expected)
+
+
 def test_ids_of_calls_become_as_short_as_the_template_takes_them(context: PrepareContext) -> None:
     prompt = shown(context, NINE, messages=[ASKED, CALLED, RESULT])
     _, first, _, second, _ = re.split("[<>]", prompt)
