@@ -91,14 +91,15 @@ class BlockReserver:
 ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end if that is unknown, and from there to its request
 LATE_S, MOST_LATE_S = 1.0, 30.0  # from when it should have ended, for slow steps and links; from the announcement
 MOST_ANNOUNCED = 256  # prompts
-MOST_BEHIND_S, BEHIND_SHARE = 0.01, 0.2  # from a prompt's KV to its request: the longest, and the weight of the last
+# From a prompt's last layers to its request: the longest time that counts, and the weight of the last one.
+MOST_BEHIND_S, BEHIND_SHARE = 0.01, 0.2
 SUBMIT_S = 0.0005  # from taking the blocks of a request to its submission
 
 
 class _Announced:
     """A prompt whose request has not come."""
 
-    __slots__ = ("began", "order", "read_at", "reading", "ticket", "timer", "wait", "whole")
+    __slots__ = ("began", "order", "reading", "ticket", "timer", "wait", "whole", "whole_at")
 
     def __init__(self, order: Reserve, wait: BlockWait[BlockReservation], timer: asyncio.TimerHandle) -> None:
         self.order = order
@@ -109,7 +110,7 @@ class _Announced:
         self.whole: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         self.reading: asyncio.Task[BlockReservation | None] | None = None
         self.began = False  # whether reading began, which frees the blocks itself if it fails
-        self.read_at = 0.0  # when all was read, monotonic, of a prompt whose leading layers were read before
+        self.whole_at = 0.0  # when all was computed, monotonic, of a prompt whose leading layers were read before
 
 
 class AnnouncedPrompts:
@@ -124,7 +125,7 @@ class AnnouncedPrompts:
         self._tasks = tasks.group("announced")
         self._reader = reader
         self._open: dict[str, _Announced] = {}  # by ticket
-        self._behind_s = 0.0  # how long after its KV a long prompt's request came lately; 0: unknown
+        self._behind_s = 0.0  # how long after its last layers a long prompt's request came lately; 0: unknown
 
     def __len__(self) -> int:
         return len(self._open)
@@ -150,6 +151,10 @@ class AnnouncedPrompts:
         if not layers:
             announced.timer.cancel()
             announced.timer = self._timer(ticket.id)
+            if announced.reading is not None:
+                announced.whole_at = time.monotonic()
+                if self._behind_s:
+                    self._engine.expect(self._behind_s + SUBMIT_S)
         self._read(announced, ticket, layers)
 
     async def take(self, ticket: Ticket, names: list[bytes], tails: int, users: int) -> BlockReservation | None:
@@ -162,8 +167,8 @@ class AnnouncedPrompts:
         if announced is None:
             return None
         announced.timer.cancel()
-        if announced.read_at:
-            behind_s = min(time.monotonic() - announced.read_at, MOST_BEHIND_S)
+        if announced.whole_at and announced.reading is not None and announced.reading.done():
+            behind_s = min(time.monotonic() - announced.whole_at, MOST_BEHIND_S)
             self._behind_s += (BEHIND_SHARE if self._behind_s else 1.0) * (behind_s - self._behind_s)
             self._engine.expect(SUBMIT_S)
         order, known = announced.order, announced.ticket
@@ -241,10 +246,6 @@ class AnnouncedPrompts:
                 leading = NO_LAYERS
             with self._freed_if_it_fails(free):
                 await self._reader.fetch(whole, positions, local, reservation.fills, leading=leading)
-            if leading is not NO_LAYERS and whole.id in self._open:
-                announced.read_at = time.monotonic()
-                if self._behind_s:
-                    self._engine.expect(self._behind_s + SUBMIT_S)
         return reservation
 
     @contextmanager

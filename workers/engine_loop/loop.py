@@ -123,7 +123,7 @@ LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 # How much later a step is planned if a sequence is expected meanwhile, and how late that may be. Otherwise the sequence
 # would wait for a whole step.
-MOST_HELD_S, EXPECTED_LATE_S = 0.003, 0.001
+MOST_HELD_S, EXPECTED_LATE_S = 0.0035, 0.001
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 

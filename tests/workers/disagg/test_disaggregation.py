@@ -688,7 +688,7 @@ async def test_all_layers_but_the_last_are_read_while_that_is_computed(
     await pair.free()
 
 
-async def test_a_long_prompts_request_is_expected_as_long_after_its_kv_as_the_last_one_came(
+async def test_a_long_prompts_request_is_expected_as_long_after_its_last_layers_as_the_last_one_came(
     log: LogClient,
     pair: Pair,
     unsent: asyncio.Event,
@@ -704,7 +704,7 @@ async def test_a_long_prompts_request_is_expected_as_long_after_its_kv_as_the_la
         await leading_read(log, pair, asked)
         last_layer.set()
         await log.states(asked, "read")
-        await eventually(lambda: any(each.read_at for each in announced(pair)._open.values()))
+        await eventually(lambda: all(each.reading and each.reading.done() for each in announced(pair)._open.values()))
         unsent.set()
         await log.end(asked)
         assert log.streamed(asked) == answer(asked)
