@@ -326,7 +326,7 @@ MEANINGS = {
     "gateway_stopping": "the gateway drains",
     "generation_default_ignored": "a default in the model's `generation_config.json` is out of range",
     "graphs_captured": "CUDA graphs of the native engine: how many, the most tokens of a step with prompts that one "
-    "computes, and the seconds that this took",
+    "computes, and the memory and seconds that this took",
     "gpus_unread": "NVIDIA's library failed unexpectedly; until it works, GPU usage is shown as unknown",
     "handler_failed": "the handler of a job raised an error",
     "handoff_state_unpackable": "TensorRT-LLM's state for a handoff has an unknown form: decode computes the prompt",

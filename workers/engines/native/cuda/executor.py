@@ -55,6 +55,7 @@ from penstock.workers.engines.native.cuda.prompt_graphs import (
     SPLITS,
     GraphInputs,
     PromptGraphs,
+    unowned,
 )
 from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import Paged
@@ -62,7 +63,7 @@ from penstock.workers.engines.native.model.eagle import EagleHead
 from penstock.workers.engines.native.model.executor import set_scores
 from penstock.workers.engines.native.model.masks import TokenMasks
 from penstock.workers.engines.native.model.model import Embeddings, Model
-from penstock.workers.engines.native.model.pool import KvPool, device_errors
+from penstock.workers.engines.native.model.pool import KvPool, device_errors, free_bytes
 from penstock.workers.engines.native.model.pools import HybridAttention, SlidingPool, shown
 from penstock.workers.engines.native.model.vision import TorchVisionEncoder
 
@@ -275,7 +276,7 @@ class CudaExecutor:
         """
         assert self.model is not None
         assert self.pool is not None
-        pool, began = None, time.perf_counter()
+        pool, began, free = None, time.perf_counter(), free_bytes(self._device)
         try:
             with torch.inference_mode():
                 for size, adapted in self._variants(batch_sizes(self._rows)):
@@ -286,6 +287,7 @@ class CudaExecutor:
                     with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
                         logits = self.run_fixed(size)
                     pool = graph.pool()
+                    logits = unowned(logits)
                     self._graphs[size, adapted] = (graph, logits)
         except RuntimeError as error:
             self._graphs.clear()
@@ -301,7 +303,8 @@ class CudaExecutor:
             self._capture_prompts(pool, again)
             graphs = len(self._graphs) + len(self._prompt_graphs.graphs)
             rows = max((size for size, _ in self._prompt_graphs.graphs), default=0)
-            log.info("graphs_captured", graphs=graphs, prompt_rows=rows, seconds=round(time.perf_counter() - began, 2))
+            taken, took = (free - free_bytes(self._device)) >> 20, round(time.perf_counter() - began, 2)
+            log.info("graphs_captured", graphs=graphs, prompt_rows=rows, mib=taken, seconds=took)
         shape, model = self.pool.shape, self.model
         longest = min(self._tables.shape[2] * self.pool.block_size, self._most_tokens)
         planned = list(shapes(longest, self._most_tokens, self._least))

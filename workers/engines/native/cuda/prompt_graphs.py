@@ -44,6 +44,17 @@ class GraphInputs(NamedTuple):
     tiles: Tensor
 
 
+def unowned(tensor: Tensor) -> Tensor:
+    """A graph's result without a share in its memory, so that graphs captured later in the same pool may use it, too.
+
+    They never run at the same time, and tokens are drawn from what one has computed before the next one runs.
+    """
+    count = int(tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize)
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, count)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape, tensor.stride())
+
+
 class PromptGraphs:
     """The graphs of one executor.
 
@@ -118,6 +129,7 @@ class PromptGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
                 logits = forward(inputs)
+            logits = unowned(logits)
             self.graphs[size, adapted] = (graph, logits)
 
     def clear(self) -> None:

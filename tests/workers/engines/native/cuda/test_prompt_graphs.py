@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.workers.engines.native.cuda import prompt_graphs
 from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
-from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, SMALL, PromptGraphs
+from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, SMALL, PromptGraphs, unowned
 
 OFFSET, TILE = 64, 128
 CPU = torch.device("cpu")
@@ -125,6 +126,16 @@ def test_what_was_captured_before_is_not_computed_first(
     )
     assert sizes == ([64, 32] if again else [64, 64, 32, 32])
     assert [len(logits) for _, logits in graphs.graphs.values()] == [64, 32]
+
+
+def test_results_of_graphs_keep_no_memory() -> None:
+    """Those of 50 graphs with a large vocabulary would take a gigabyte."""
+    whole = torch.arange(24.0).view(4, 6)
+    found, memory = unowned(whole[1:, :5]), StorageWeakRef(whole.untyped_storage())
+    whole += 100
+    assert found.tolist() == whole[1:, :5].tolist()
+    del whole
+    assert memory.expired()
 
 
 def test_an_executor_whose_steps_are_shorter_than_every_graph_has_none() -> None:
