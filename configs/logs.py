@@ -5,13 +5,21 @@ the level costs a fraction of a microsecond. To add a field to all log lines of 
 ``structlog.contextvars.bound_contextvars(request=...)``, or pass it to each call.
 """
 
+import contextlib
 import logging
+import os
+import select
+import stat
 import sys
-from typing import IO, Any, Literal
+import threading
+from collections.abc import Callable
+from typing import IO, Any, Literal, cast
 
 import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
+
+log = structlog.get_logger("logs")
 
 Format = Literal["auto", "text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -29,7 +37,11 @@ def setup(format: Format = "auto", level: Level = "info", *, name: str = "", str
         name: of the process, a field ``process`` of every line.
         stream: where to write; default stderr, so that stdout is left to the program's output.
     """
-    out = sys.stderr if stream is None else stream
+
+    def lost(lines: int) -> None:
+        log.warning("log_lines_lost", lines=lines)
+
+    out = OutputStream(sys.stderr if stream is None else stream, recovered=lost)
     text = format == "text" or (format == "auto" and out.isatty())
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
@@ -57,8 +69,74 @@ def setup(format: Format = "auto", level: Level = "info", *, name: str = "", str
     _route_stdlib(out, number, shared, last)
 
 
-def _route_stdlib(out: IO[str], level: int, shared: list[Processor], last: list[Processor]) -> None:
-    handler = logging.StreamHandler(out)
+class OutputStream:
+    """A text stream that holds its process up for ``WAIT_MS`` at most, and never fails.
+
+    A pipe whose reader has stopped (a parent that reads no output, a log driver that hangs) takes 64 KiB; then each
+    write would wait for ever, in the event loop. One whose reader has exited (``| tee`` after Ctrl-C) would raise. What
+    is not taken is lost, without a further wait, until the reader reads again.
+
+    Args:
+        stream: None: closed by the parent.
+        recovered: called with the number of lost writes once one was taken again.
+    """
+
+    WAIT_MS = 50
+
+    def __init__(self, stream: IO[str] | None, recovered: Callable[[int], None] = lambda _: None) -> None:
+        self._stream = stream
+        self._recovered = recovered
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self._lost = 0
+        self._cut = False  # the last line that was taken has no end
+        self._lock = threading.RLock()  # an object that is destroyed meanwhile may log
+        self._fd, self._most, self._poll = -1, sys.maxsize, select.poll()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # text in memory has none
+            self._fd = cast(IO[str], stream).fileno()
+            self._poll.register(self._fd, select.POLLOUT)
+            # When poll says that a pipe takes something, it takes PIPE_BUF bytes without a wait.
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                self._most = select.PIPE_BUF
+
+    def write(self, text: str) -> int:
+        self.write_bytes(text.encode(self.encoding, "backslashreplace"))
+        return len(text)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write whole lines, or nothing; of a line that is cut off, the end is lost."""
+        if self._fd < 0:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                cast(IO[str], self._stream).write(data.decode(self.encoding, "replace"))
+            return
+        with self._lock:
+            left = memoryview(b"\n" + data if self._cut else data)
+            while left and self._poll.poll(0 if self._lost else self.WAIT_MS):
+                try:
+                    left = left[os.write(self._fd, left[: self._most]) :]
+                except BlockingIOError:  # whoever shares this pipe made it so
+                    continue
+                except OSError:
+                    break
+                self._cut = bool(left)
+            lost, self._lost = self._lost, self._lost + 1 if left else 0
+        if lost and not left:
+            self._recovered(lost)
+            self._lost += lost if self._lost else 0  # not even that was taken
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def isatty(self) -> bool:
+        return self._fd >= 0 and os.isatty(self._fd)
+
+    def fileno(self) -> int:
+        if self._fd < 0:
+            raise OSError("no file")
+        return self._fd
+
+
+def _route_stdlib(out: OutputStream, level: int, shared: list[Processor], last: list[Processor]) -> None:
+    handler = logging.StreamHandler(cast(IO[str], out))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
@@ -78,16 +156,12 @@ def _route_stdlib(out: IO[str], level: int, shared: list[Processor], last: list[
 class _Writer:
     """Writes the lines of one named logger."""
 
-    def __init__(self, out: IO[str], name: str = "") -> None:
+    def __init__(self, out: OutputStream, name: str = "") -> None:
         self.name = name
         self._out = out
 
     def msg(self, line: str) -> None:
-        try:
-            self._out.write(line + "\n")  # one call: lines of several threads do not mix
-            self._out.flush()
-        except (OSError, ValueError):  # the reader of a pipe has exited: serving must continue
-            pass
+        self._out.write(line + "\n")  # one call: lines of several threads do not mix
 
     debug = info = warning = error = critical = exception = log = msg
 

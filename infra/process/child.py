@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from penstock.configs.logs import OutputStream
 from penstock.infra.process.scheduling import ordinary
 from penstock.schemas.control import HURRY, LEAVE
 
@@ -139,12 +140,12 @@ class Process:
                 self._process.send_signal(signum)
 
     async def _copy(self, pipe: asyncio.StreamReader) -> None:
+        out = OutputStream(sys.stdout)
         with self.log_path.open("ab", buffering=0) as log:
-            while chunk := await _lines(pipe):
-                log.write(chunk)
-                with contextlib.suppress(OSError, ValueError):  # the reader of our output has exited
-                    sys.stdout.buffer.write(chunk)
-                    sys.stdout.buffer.flush()
+            while chunk := await _lines(pipe):  # whatever becomes of it: the child would wait for its reader
+                with contextlib.suppress(OSError):  # a full disk
+                    log.write(chunk)
+                out.write_bytes(chunk)
 
 
 async def _lines(pipe: asyncio.StreamReader) -> bytes:

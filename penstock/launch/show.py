@@ -7,10 +7,12 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
+from typing import IO, cast
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from penstock.configs.logs import OutputStream
 from penstock.launch.state import DeploymentState
 
 _EVERYWHERE = {"timestamp", "level", "process", "logger"}  # in each line of a log
@@ -20,7 +22,8 @@ class Board:
     """One line per process with its state and the time it took; plain lines where there is no terminal."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = console = Console(stderr=True)
+        # Its own: rich ends the process when the reader of its output has exited.
+        self._console = console = Console(file=cast(IO[str], OutputStream(sys.stderr)))
         self._quiet = quiet
         self._live = console.is_terminal and not quiet
         self._began = time.monotonic()

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
-from penstock.configs.logs import setup
+from penstock.configs.logs import OutputStream, setup
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.nats_server.binary import NoServerBinary, ServerFailed
@@ -49,5 +49,5 @@ def run(settings: UpSettings, *, command: Callable[[PlannedProcess], Sequence[st
 
 
 def _explain(error: object, status: int) -> int:
-    print(f"penstock up: {error}", file=sys.stderr)
+    OutputStream(sys.stderr).write(f"penstock up: {error}\n")
     return status

@@ -1,12 +1,16 @@
 """Logging: lines that machines and people can read, whoever writes them."""
 
+import fcntl
 import io
 import json
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 import structlog
 
-from penstock.configs.logs import setup
+from penstock.configs.logs import OutputStream, setup
 
 
 def lines(out: io.StringIO) -> list[dict[str, object]]:
@@ -115,3 +119,44 @@ def test_a_traceback_shows_no_values_of_local_variables() -> None:
         structlog.get_logger("t").exception("it_failed")
     assert "in fails" in out.getvalue()
     assert out.getvalue().count("a client's secret") == 1, "the line of the call; not the value of ``prompt``"
+
+
+def pipe() -> tuple[int, IO[str]]:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 16384)
+    return reading, os.fdopen(writing, "w")
+
+
+def test_a_reader_that_does_not_read_holds_nothing_up_and_is_told_what_it_missed() -> None:
+    """A test that hangs here has failed."""
+    reading, out = pipe()
+    setup("json", "info", stream=out)
+    for number in range(1000):
+        structlog.get_logger("x").info("line", number=number, more="m" * 200)
+    logging.getLogger("uvicorn.error").info("of a library")
+    first = os.read(reading, 16384)
+    structlog.get_logger("x").info("it reads again")
+    said = first + os.read(reading, 16384)
+    whole = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+    *before, after, note = whole
+    assert [line["number"] for line in before] == list(range(len(before)))
+    assert (after["event"], note["event"], note["logger"]) == ("it reads again", "log_lines_lost", "logs")
+    assert note["lines"] == 1001 - len(before)
+    os.close(reading)
+    structlog.get_logger("x").info("it has exited")
+    out.close()
+
+
+def test_a_line_longer_than_a_pipe_is_whole_for_a_reader_that_reads() -> None:
+    reading, out = pipe()
+    with ThreadPoolExecutor(1) as pool, os.fdopen(reading, "rb") as reader:
+        line = pool.submit(reader.readline)
+        OutputStream(out).write("x" * 300_000 + "\n")
+        assert len(line.result()) == 300_001
+    out.close()
+
+
+def test_output_that_is_closed_from_the_start_is_no_error() -> None:
+    out = OutputStream(None)
+    assert out.write("lost\n") == 5
+    assert not out.isatty()

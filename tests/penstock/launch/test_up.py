@@ -472,6 +472,20 @@ async def test_output_is_echoed_and_kept_when_asked(tmp_path: Path, capfdbinary:
     assert (tmp_path / "p.log").stat().st_size == 3_000_006
 
 
+async def test_a_child_ends_although_nobody_reads_what_is_echoed_and_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = process(tmp_path, "print('line\\n' * 1_000_000)", echo=True)
+    child.log_path = Path("/dev/full")
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        await child.start()
+        async with asyncio.timeout(30):
+            assert await child.wait() == 0
+    assert child.log_path.exists()
+
+
 @given(st.lists(st.floats(min_value=0, max_value=29), min_size=1, max_size=20))
 def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(lives: list[float]) -> None:
     backoff = RestartBackoff()
