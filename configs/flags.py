@@ -168,8 +168,8 @@ def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[
             env = {name: text for name, text in env.items() if name != flag.variable}
         if flag.is_list and value is not None:
             value = ",".join(value)
-        if value is None and flag.variable in env:
-            value, source = env[flag.variable], flag.variable
+        if value is None and (text := env.get(flag.variable)) is not None and not is_of_a_service(flag.variable, text):
+            value, source = text, flag.variable
         if value is None and flag.field in file:
             value, source = file[flag.field]
         if value is None:
@@ -200,14 +200,14 @@ def unknown_variables(environ: Mapping[str, str], known: Iterable[str]) -> dict[
     unknown = {}
     for variable, value in environ.items():
         name = variable.removeprefix(PREFIX)
-        if name != variable and name not in names and not _is_of_a_service(variable, value):
+        if name != variable and name not in names and not is_of_a_service(variable, value):
             near = closest(name, settings)
             unknown[variable] = PREFIX + near if near else ""
     return unknown
 
 
-def _is_of_a_service(name: str, value: str) -> bool:
-    """Kubernetes sets variables that are named after each service."""
+def is_of_a_service(name: str, value: str) -> bool:
+    """Kubernetes sets variables that are named after each service: of one called penstock-http, PENSTOCK_HTTP_PORT."""
     return bool(re.search(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_", name)) or value.startswith(("tcp://", "udp://"))
 
 

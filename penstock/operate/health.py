@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from penstock.configs.flags import PREFIX, Parser
+from penstock.configs.flags import PREFIX, Parser, is_of_a_service
 
 OK, ILL = 0, 1
 TIMEOUT_S = 4.0
@@ -45,6 +45,7 @@ def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False, listed
     """
     variable, default, path = PAGES[role]
     port = environ.get(PREFIX + variable, default)
+    port = default if is_of_a_service(PREFIX + variable, port) else port
     if role == "gateway" and (ready or listed):
         path = "/health" if listed else "/health/ready"
     host = environ.get(PREFIX + ("HTTP_HOST" if role == "gateway" else "METRICS_HOST"), "")

@@ -265,6 +265,12 @@ def test_variables_that_kubernetes_sets_for_services_are_left_alone(name: str, v
     assert unknown_variables({name: value}, ["http_port"]) == {}
 
 
+def test_the_port_of_a_service_that_is_named_like_a_setting_is_no_setting() -> None:
+    environ = {"PENSTOCK_HTTP_PORT": "tcp://10.0.0.7:8000", "PENSTOCK_METRICS_PORT": "9095"}
+    settings = parse(UpSettings, [], prog="penstock up", environ=environ)
+    assert (settings.http_port, settings.metrics_port) == (UpSettings().http_port, 9095)
+
+
 @pytest.mark.parametrize("second", ["http-port", "http_port"])
 def test_a_key_that_is_twice_in_the_file_is_refused(
     second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -75,6 +75,7 @@ def test_the_ports_are_those_of_the_images_unless_variables_say_others() -> None
     assert url_of("gateway", {}) == "http://127.0.0.1:8000/health/live"
     assert url_of("gateway", {"PENSTOCK_HTTP_PORT": "8001"}, ready=True) == "http://127.0.0.1:8001/health/ready"
     assert url_of("worker", {}, ready=True) == "http://127.0.0.1:9090/metrics"
+    assert url_of("gateway", {"PENSTOCK_HTTP_PORT": "tcp://10.0.0.7:80"}) == url_of("gateway", {}), "of a Service"
 
 
 def test_another_url_may_be_asked(port: int) -> None:
