@@ -363,11 +363,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _open_standard_files() -> None:
+    """Those that the parent closed: what is opened next would get their numbers, and what libraries write to them."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(fd, mode))
+
+
 def _run(args: list[str]) -> int:
     gc.set_threshold(START_OBJECTS)
     atexit.register(gc.freeze)  # the last collection would visit all that is loaded: a tenth of a short command's time
+    _open_standard_files()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # lines must appear at once, also in a pipe or a file
+        # Lines must appear at once, also in a pipe or a file. Not every terminal's encoding has all characters.
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

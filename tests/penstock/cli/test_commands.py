@@ -356,3 +356,18 @@ def test_the_first_process_of_a_container_ends_on_a_signal_while_it_fetches_a_mo
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_command_runs_where_its_parent_has_closed_the_standard_files() -> None:
+    """As some daemons do: the next file that it opens would be its output, and that of its children."""
+    main_ = "import os, sys; from penstock.cli.commands import main; main(['--version']); print(1, file=sys.stderr)"
+    script = f"exec '{sys.executable}' -c \"{main_}; sys.exit(os.open(os.devnull, 0))\" <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", script], timeout=60, check=False).returncode > 2
+
+
+def test_what_the_encoding_of_the_output_lacks_is_replaced() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", "from penstock.cli.commands import main; main(['--version']); print('1 \u2013 2')"],
+        capture_output=True, timeout=60, check=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert said.stdout.endswith(b"1 ? 2\n")
