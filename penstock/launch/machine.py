@@ -5,6 +5,7 @@ The sockets on which the gateways of a deployment listen: one for all, and one f
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import random
 import re
@@ -73,12 +74,17 @@ def _check_model(group: WorkerGroup, say: Callable[[str], None]) -> None:
 
 
 def gpus(named: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:
-    """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: do not assign any."""
+    """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: do not assign any.
+
+    Like CUDA, up to the first entry that is neither an index nor the id of a GPU or of a part of one: -1, or Slurm's
+    NoDevFiles, says that there are none.
+    """
     if named:
         return None if tuple(named) == ("none",) else tuple(named)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return tuple(part.strip() for part in visible.split(",") if part.strip())
+        entries = filter(None, map(str.strip, visible.split(",")))
+        return tuple(itertools.takewhile(lambda entry: entry.isdigit() or entry[:4] in ("GPU-", "MIG-"), entries))
     count = sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
     return tuple(map(str, range(count)))  # CUDA counts those that it sees from 0
 

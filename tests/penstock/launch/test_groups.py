@@ -247,7 +247,9 @@ def test_gpus_come_from_the_flag_the_environment_or_the_devices(tmp_path: Path) 
         (tmp_path / name).touch()
     assert gpus((), {}, tmp_path) == ("0", "1")
     assert gpus((), {"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}, tmp_path) == ("3", "GPU-ab")
-    assert gpus((), {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    for nothing in ("", "-1", "NoDevFiles"):
+        assert gpus((), {"CUDA_VISIBLE_DEVICES": nothing}, tmp_path) == ()
+    assert gpus((), {"CUDA_VISIBLE_DEVICES": "1,MIG-4c60,-1,0"}, tmp_path) == ("1", "MIG-4c60"), "as CUDA does"
     assert gpus(("2",), {"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("2",)
     assert gpus(("none",), {}, tmp_path) is None
 
