@@ -27,7 +27,7 @@ from penstock.gateway.service.model_store import report_ignored
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import Bus, connect, connect_while_running
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.tasks import Stop, count_tasks, end
+from penstock.infra.bus.tasks import Stop, StoppedEarly, count_tasks, end
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
@@ -165,7 +165,11 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     leave = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(LEAVE, leave.set)
     listeners = listening_sockets(settings)
-    links = [await _link(settings, number, stop) for number in range(settings.cells)]
+    try:
+        links = await stop.unless_asked(_links(settings, stop))
+    except StoppedEarly:
+        log.info("stopped_during_startup")
+        return stop.status
     bus = links[0].bus
     labels = {"namespace": settings.namespace, "process": settings.name}
     metrics = GatewayMetrics(process_scope("gateway", labels).child("gateway"))
@@ -197,7 +201,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     metrics.connections_moved.set_function(lambda: server.moved)
     metrics.gateways.set_function(lambda: server.gateways)
     try:
-        await gateway.open()
+        await stop.unless_asked(gateway.open())
         await nats_api.open()
         batches.open()
         if not gateway.guard.closed and not settings.insecure:
@@ -222,6 +226,8 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
         )
         gateway.stop()
         await _bounded("connections", server.close(), CLOSE_S)
+    except StoppedEarly:
+        log.info("stopped_during_startup")
     finally:
         await _bounded("gateway", gateway.close(), STOP_S)
         await asyncio.gather(*(_close(link) for link in links))
@@ -252,6 +258,11 @@ async def _until_left(server: HttpServer, stop: Stop) -> None:
     finally:
         await end(waiting, within_s=STOP_S)
     stop.ask()
+
+
+async def _links(settings: GatewaySettings, stop: Stop) -> list[CellLink]:
+    """To the brokers of all cells. Raises what ``_link`` raises."""
+    return [await _link(settings, number, stop) for number in range(settings.cells)]
 
 
 async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:
@@ -349,8 +360,9 @@ def check_loopback(listeners: Sequence[socket.socket], proxies: Sequence[str] = 
     for listener in listeners:
         host, port = listener.getsockname()[:2]
         if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             raise Exposed(
-                f"{host}:{port} is reachable from other machines, and there are no API keys: make one with 'penstock "
+                f"{place} is reachable from other machines, and there are no API keys: make one with 'penstock "
                 "keys create' (start with --require-keys to make the first one afterwards), listen on 127.0.0.1, or "
                 "serve everyone with --insecure"
             )

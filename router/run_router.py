@@ -17,7 +17,7 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.stream_fill import StreamMetrics
-from penstock.infra.bus.tasks import Stop, count_tasks
+from penstock.infra.bus.tasks import Stop, StoppedEarly, count_tasks
 from penstock.infra.metrics.scope import PortTaken, check_port, process_scope, serve_page
 from penstock.infra.nats_server.datadir import users_of
 from penstock.infra.process.gc_policy import freeze_loaded
@@ -57,7 +57,7 @@ async def _serve(settings: RouterSettings, users: Mapping[str, str]) -> int:
     check_port(settings.metrics_host, settings.metrics_port)
     stop = Stop(bound_s=END_S)
     stop.on_signals()
-    bus = await connect(
+    connecting = connect(
         settings.nats_url,
         role="router",
         name=f"router:{settings.name}",
@@ -65,6 +65,11 @@ async def _serve(settings: RouterSettings, users: Mapping[str, str]) -> int:
         skip_subject_validation=True,
         on_fatal=stop.failed,
     )
+    try:
+        bus = await stop.unless_asked(connecting)
+    except StoppedEarly:
+        log.info("stopped_during_startup")
+        return stop.status
     async with bus, Publisher(bus) as publisher:
         await bus.follow_clock()
         await _run_router(settings, bus, publisher, stop, users)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -26,6 +26,7 @@ CLOSE_S = 3.0
 CANCEL_AGAIN_S = 0.1  # a cancellation can get lost: asyncio.wait_for before Python 3.12, handlers that suppress it
 
 Failed = Callable[[BaseException], None]
+T = TypeVar("T")
 
 
 EXACT_TASKS = 1000  # above it, tasks that have ended and were not yet collected as garbage count, too
@@ -41,6 +42,27 @@ def count_tasks(loop: asyncio.AbstractEventLoop) -> int:
     if known is None and sys.version_info < (3, 14):
         known = getattr(asyncio.tasks, "_scheduled_tasks", None)
     return len(known) if known is not None and len(known) > EXACT_TASKS else len(asyncio.all_tasks(loop))
+
+
+class StoppedEarly(Exception):
+    """The process was asked to stop before it served."""
+
+
+async def unless(asked: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` and return its result.
+
+    Raises:
+        StoppedEarly: the event was set first; ``work`` was cancelled.
+    """
+    task, stopped = asyncio.create_task(work, name="start"), asyncio.create_task(asked.wait(), name="asked")
+    try:
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise StoppedEarly
+        return task.result()
+    finally:
+        stopped.cancel()
+        task.cancel()
 
 
 class Stop:
@@ -80,6 +102,10 @@ class Stop:
 
     async def wait(self) -> None:
         await self._event.wait()
+
+    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
+        """A step of the start, which takes long where the broker is not there yet. Raises what ``unless`` raises."""
+        return await unless(self._event, work)
 
     @property
     def is_asked(self) -> bool:

@@ -16,7 +16,7 @@ from penstock.schemas import wire
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.conftest import Connect
-from tests.pipeline.support import Process
+from tests.pipeline.support import Process, free_port
 from tests.workers.support import request
 
 
@@ -52,3 +52,17 @@ async def test_a_router_that_holds_a_request_ends_in_time(
         if broker_is == "stopped":
             os.kill(server.pid, signal.SIGCONT)
     assert status in (EXIT_OK, EXIT_STUCK)
+
+
+@pytest.mark.parametrize("role", ["router", "gateway"])
+async def test_a_process_that_waits_for_its_broker_stops_when_it_is_asked(role: str, tmp_path: Path) -> None:
+    port = ["--http-port", "0"] if role == "gateway" else []
+    process = Process(tmp_path / "log", role, "--log-format", "json", *port, nats_url=f"nats://127.0.0.1:{free_port()}")
+    try:
+        await asyncio.to_thread(process.wait_for, "bus_error")
+        process.ask_to_stop()
+        status = await asyncio.to_thread(process.wait, 5.0)
+    finally:
+        process.stop()
+    assert status == EXIT_OK
+    assert "stopped_during_startup" in (tmp_path / "log").read_text()

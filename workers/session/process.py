@@ -29,7 +29,7 @@ from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker, Subscriber
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.tasks import count_tasks
+from penstock.infra.bus.tasks import StoppedEarly, count_tasks, unless
 from penstock.infra.metrics.scope import process_scope, serve_page
 from penstock.schemas import control, wire
 from penstock.schemas.control import HURRY
@@ -52,10 +52,6 @@ GRACE_S = 4.5  # after the drain; supervisors wait a little longer
 EXIT_LATE = 75  # EX_TEMPFAIL: it did not end in time
 
 EndProcess = Callable[[int], Any]
-
-
-class StoppedEarly(Exception):
-    """The process was asked to stop before it served."""
 
 
 class Stopping:
@@ -143,20 +139,8 @@ class Stopping:
         self._end_process(status)
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` and return its result.
-
-        Raises:
-            StoppedEarly: the process was asked to stop first; ``work`` was cancelled.
-        """
-        task, stopped = asyncio.create_task(work, name="start"), asyncio.create_task(self.wait(), name="asked")
-        try:
-            await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise StoppedEarly
-            return task.result()
-        finally:
-            stopped.cancel()
-            task.cancel()
+        """A step of the start. Raises what ``unless`` raises."""
+        return await unless(self._asked, work)
 
 
 MAX_CONTROL_REQUESTS = 64  # at once
