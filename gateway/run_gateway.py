@@ -44,7 +44,7 @@ STOP_S = 1.0  # for each step of stopping, beyond drain_s
 CLOSE_S = 3.0  # for connections to end
 END_S = 4.5  # beyond drain_s: then the process exits, whatever it waits for
 LEAVE_LINGER_S = 5.0  # for idle connections of a gateway that leaves
-FAILED_DRAIN_S = 5.0  # after one of its own tasks failed
+FAILED_DRAIN_S = 5.0  # after a task of this process failed
 OTHER_FILES = 128  # open files besides clients' connections
 SPARE_FILES = 48  # of these, for connections that are refused: without a file left, the kernel's are reset unseen
 
@@ -246,8 +246,8 @@ async def _asked(stop: Stop, leave: asyncio.Event) -> None:
 async def _until_left(server: HttpServer, stop: Stop) -> None:
     """Accept nothing more, and return when the last connection has closed, or the gateway is to end meanwhile.
 
-    There is no hurry, so clients keep an idle connection for longer than after SIGTERM: whoever asks once more is
-    answered with ``Connection: close``.
+    Clients may keep an idle connection for longer than after SIGTERM. Their next request is answered with
+    ``Connection: close``.
     """
     waiting = [
         asyncio.create_task(stop.wait(), name="asked"),

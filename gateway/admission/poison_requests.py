@@ -89,7 +89,7 @@ class Verdicts:
         Raises:
             ServingError: poisoned_request.
         """
-        if self.storing:  # clients may repeat at once
+        if self.storing:  # clients may repeat immediately
             await asyncio.wait(set(self.storing), timeout=WITHIN_S)
         if not self.table or self._secret is None:
             return request
@@ -169,7 +169,7 @@ class Verdicts:
         return self._secret
 
     async def _put(self, key: str, verdict: Verdict, revision: int, *, no_store: bool, left_s: float) -> bool:
-        """Whether nobody else has changed it meanwhile."""
+        """Whether no other gateway has changed it meanwhile."""
         if no_store:
             self._remember(key, verdict, 0)
             await self._announce(Announced(key, verdict))

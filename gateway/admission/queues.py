@@ -1,9 +1,9 @@
 """Whether new work is taken: polls how much waits, whether routers take requests, how full the log is, and whether
 the broker stores.
 
-Accepted requests wait for a router to place them; each class has room of its own. Where there are several models, those
+Accepted requests wait for a router to place them; each class has its own room. Where there are several models, those
 of one do not take all of it: while fewer requests of a model wait than an equal share, it gets further room, up to as
-much again for all models together. A tenant may have a bound of its own, of all classes and models (``TenantLevels``).
+much again for all models together. A tenant may have its own bound, of all classes and models (``TenantLevels``).
 
 A broker with a full disk keeps its connections, and answers nothing. The tokens of a running answer are stored without
 an acknowledgement that a gateway would see, so a request whose tokens cannot be stored looks like one that is slow.
@@ -531,7 +531,7 @@ class StoreCheck:
             )
 
     async def _write(self) -> None:
-        """Return when the entry is stored, or refused for a reason of its own."""
+        """Return when the entry is stored, or refused for another reason."""
         while True:
             try:
                 if await stores(self._bus, self._gateway, CONFIRM_S):
@@ -545,7 +545,7 @@ _WHY = "the broker stores nothing at the moment (is its disk full?)"
 
 
 def unstored(request_id: str) -> ServingError:
-    """The end of the wait for an accepted request's answer; whether it has an end of its own is not known yet."""
+    """The end of the wait for an accepted request's answer; whether it has ended is not known yet."""
     return ServingError(
         Code.broker_unavailable,
         f"{_WHY}, so no more of this answer comes; request {request_id} was accepted and may have an end: ask for it "

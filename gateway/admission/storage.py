@@ -33,7 +33,7 @@ from penstock.schemas.streams import PACKED, PROMPTS
 MEMORY_LOOK_S = 0.5  # how old sizes may be before some request looks again
 TRUST_S = 1.0  # and while it looks, for the others
 MEMORY_FULL = 0.9  # of a stream, together with what is still to come of this gateway's open requests
-# What a token takes at most: a batch of its own, with its headers and the server's own bytes. Few are alone in one.
+# What a token takes at most: a separate batch, with its headers and the server's own bytes. Few are alone in one.
 TOKEN_BYTES = 200
 LOGPROB_BYTES = 16
 MOST_RESERVED = 1 << 20  # for one request: most end long before their limit
@@ -207,7 +207,7 @@ class LogCapacity:
         share = watch.share_from(floor + 1)
         if share < WARN:
             return share
-        # Most of these may be of other classes: find the first one of its own class.
+        # Most of these may be of other classes: find the first one of this class.
         floor_seq, first = self._firsts.get(consumer.name, (-1, 0))
         if floor_seq != floor:
             config = consumer.config

@@ -335,7 +335,7 @@ class UndecidedRenderer:
         return renderer.fail(error, finished=finished)
 
 
-WRITE_BYTES = 262_144  # bytes of a large whole answer that are handed to the connection at once
+WRITE_BYTES = 262_144  # bytes of a large whole answer that are handed to the connection at a time
 
 
 _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
@@ -353,7 +353,7 @@ async def encode_answer(collector: Aggregator) -> bytes:
 async def encode_portions(collector: Aggregator) -> list[bytes]:
     """The JSON body of an answer. Large ones are encoded in a thread, one after the other, beside others' streams.
 
-    Returns: pieces of about ``WRITE_BYTES`` bytes; copying 10 MB at once would stop the event loop for 10 ms.
+    Returns: pieces of about ``WRITE_BYTES`` bytes; copying 10 MB in one piece would stop the event loop for 10 ms.
     Raises:
         ServingError: the request failed.
     """

@@ -50,7 +50,7 @@ class DiffusionOptions(CommonOptions, frozen=True, kw_only=True):
 
     prompt: Text
     negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARS, description="what to avoid")] | None = None
-    n: Annotated[int, Meta(ge=1, le=128, description="how many; each has a seed of its own")] | None = None
+    n: Annotated[int, Meta(ge=1, le=128, description="how many; each has its own seed")] | None = None
     size: Annotated[str, Meta(max_length=16, description="WIDTHxHEIGHT in pixels, or auto")] | None = None
     num_inference_steps: Annotated[Count, Meta(description="denoising steps")] | None = None
     guidance_scale: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None

@@ -589,7 +589,7 @@ def next_to_drive(free: Iterable[Batch], driven: Mapping[str, int], most: int) -
     """The batch that a gateway should take: of the tenant with the fewest that it drives, the oldest.
 
     Args:
-        free: batches that nobody drives.
+        free: batches that no gateway drives.
         driven: how many this gateway drives, by tenant.
         most: of one tenant, so that one with many leaves room to the others.
     """

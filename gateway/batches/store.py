@@ -1,7 +1,7 @@
 """Files and batches on the broker: their entries as a live table, contents as objects, and the log of each batch.
 
 All of it is in the home cell. An entry is changed in the place of the revision that was read, so of two gateways that
-change one at once, the second reads it again.
+change one at the same time, the second reads it again.
 """
 
 import asyncio

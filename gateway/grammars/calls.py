@@ -2,7 +2,7 @@
 
 Arguments that are written one by one instead of as one JSON object.
 
-Arguments in a notation of their own, ``{key:<|"|>text<|"|>,number:3}``, with a mark around texts (Gemma 4).
+Arguments in a special notation, ``{key:<|"|>text<|"|>,number:3}``, with a mark around texts (Gemma 4).
 """
 
 import html

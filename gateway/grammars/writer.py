@@ -25,7 +25,7 @@ class CannotExpress(ValueError):
 class GrammarWriter:
     """
     Args:
-        token_id: id of a mark (``<tool_call>``) that is a token of its own; None: it is spelled as text.
+        token_id: id of a mark (``<tool_call>``) that is a single token; None: it is spelled as text.
         marks: of the formats in use.
     """
 
@@ -36,7 +36,7 @@ class GrammarWriter:
         self._marks = re.compile("|".join(map(re.escape, longest_first))) if marks else None
 
     def mark_id(self, mark: str) -> int | None:
-        """The id of a mark that is a token of its own."""
+        """The id of a mark that is a single token."""
         return self._token_id(mark)
 
     def literal(self, text: str) -> str:

@@ -46,7 +46,7 @@ from penstock.gateway.http.asgi import (
 )
 from penstock.gateway.http.idempotency_key import submit_once
 from penstock.gateway.http.server import FOLLOWED, SCOPE, HttpConnection
-from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.request_log.inflight import CONTINUES, InflightRequest
 from penstock.gateway.service.gateway import Gateway
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import Limited
@@ -376,7 +376,7 @@ class Responder:
     async def begin_stream(self, *, followed: bool = False) -> None:
         """
         Args:
-            followed: something is sent at once.
+            followed: the first part of the body is sent right after the head.
         """
         request = self._inflight.request
         headers = [*(LINES_HEADERS if request.endpoint in OLLAMA else SSE_HEADERS), *id_headers(request)]
@@ -406,7 +406,7 @@ class Responder:
                     items = await (inflight.take(nudged=True) if started else inflight.take_within(wait_s))
                     data = renderer.push(items) or (renderer.ping if started and not items else b"")
                 except ServingError as error:
-                    data = renderer.fail(error, finished=error.code not in GOES_ON)
+                    data = renderer.fail(error, finished=error.code not in CONTINUES)
                 if not started:
                     if renderer.error is not None:
                         raise renderer.error
@@ -453,7 +453,7 @@ class Responder:
 
 
 def id_headers(request: GenerateRequest) -> list[tuple[bytes, bytes]]:
-    """Headers with the request's id; Anthropic's clients look for it under a name of their own. If another model runs
+    """Headers with the request's id; Anthropic's clients look for it under another name. If another model runs
     it than was asked for, that one's name."""
     headers = [(REQUEST_ID, request.id.encode())]
     if request.endpoint == MESSAGE:

@@ -131,4 +131,4 @@ def canonical_body(endpoint: str, body: bytes) -> bytes:
     try:
         return endpoint.encode() + b"\0" + canonical_json(body, without=("stream", "stream_options"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return body  # refused anyway
+        return body  # refused later

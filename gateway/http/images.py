@@ -17,7 +17,7 @@ from penstock.gateway.apis.images import ImageAggregator, ImagesResponse, ImageS
 from penstock.gateway.base.event_stream import COMMENT
 from penstock.gateway.http.answers import HEAD_S, JSON, HttpExchange, IdleTimer, Responder
 from penstock.gateway.http.asgi import REQUEST_ID, Receive, Scope, Send
-from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.request_log.inflight import CONTINUES, InflightRequest
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus import object_store
 from penstock.infra.bus.memory_storage import get_file
@@ -123,7 +123,7 @@ class ImageResponder:
                     if not started:
                         raise
                     aggregator.error, code = error, error.code.value
-                    data = renderer.fail(error, finished=error.code not in GOES_ON)
+                    data = renderer.fail(error, finished=error.code not in CONTINUES)
                 if not started:
                     started = True
                     await self._responder.begin_stream()

@@ -154,7 +154,7 @@ _LISTED = (
 )
 _ID = ("id", "path", "from X-Request-Id, or the response's id")
 
-# A table; the formatter would give each argument a line of its own.
+# A table; the formatter would put each argument on a separate line.
 # fmt: off
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Create a chat completion",

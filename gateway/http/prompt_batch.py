@@ -15,7 +15,7 @@ from penstock.gateway.base.request_bodies import unsupported
 from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADERS, IdleTimer, StreamClock, id_headers
 from penstock.gateway.http.asgi import ClientIds, Scope, Send
 from penstock.gateway.http.server import SCOPE, HttpConnection
-from penstock.gateway.request_log.inflight import GOES_ON, InflightRequest
+from penstock.gateway.request_log.inflight import CONTINUES, InflightRequest
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
@@ -146,7 +146,7 @@ class _PromptStream:
                 return
 
     async def _run(self) -> str:
-        # An error by then has a status code of its own.
+        # An error before that has its own status code.
         first, code = await self._inflights[0].take_within(HEAD_S), "ok"
         begun = self._renderer.push(0, first)
         headers = [*SSE_HEADERS, *id_headers(self._inflights[0].request)]
@@ -161,7 +161,7 @@ class _PromptStream:
             error = failures.exceptions[0]
             if not isinstance(error, ServingError) or error is DISCONNECTED:
                 raise error from None
-            last, code = error_event(error, finished=error.code not in GOES_ON), error.code.value
+            last, code = error_event(error, finished=error.code not in CONTINUES), error.code.value
         await self._body(0, (), last, more=False)
         for usage in self._renderer.usages:
             account(self._metrics, usage)

@@ -44,7 +44,7 @@ from penstock.infra.bus.tasks import Tasks, end
 from penstock.infra.process.turns import TimeSlice, TurnBudget
 from penstock.schemas.errors import Code, ServingError
 
-FOLLOWED = "penstock.followed"  # in the start of an answer: the body's first part follows at once, in the same write
+FOLLOWED = "penstock.followed"  # in the start of an answer: the body's first part follows in the same write
 SCOPE = "penstock.connection"  # the connection, in the ASGI scope of each of its requests
 REFUSED_LINGER_S = 2.0  # for a client that is refused while it still sends, to read why
 SLOWEST = 16_384  # bytes per second of a body, beyond the time that every body has
@@ -303,7 +303,7 @@ class HttpConnection(HttpToolsProtocol):
         self._server.closed(self)
         if self.on_lost is not None:
             self.on_lost()
-        # Its requests refer to it. Without references to them it is freed at once, not by garbage collection.
+        # Its requests refer to it. Without references to them, it is freed here and not by garbage collection.
         self.cycle = self._answered = None  # type: ignore[assignment]
         self.pipeline.clear()
         self.scope = {}  # type: ignore[typeddict-item]

@@ -139,7 +139,7 @@ class Certificate:
             return False
         self._stamp = stamp
         try:
-            self._loaded()  # in a context of its own: the files may be half replaced
+            self._loaded()  # in a separate context: the files may be half replaced
             self.context.load_cert_chain(self._cert, self._key, _no_password)
         except (BadCertificate, OSError) as error:
             log.warning("certificate_not_loaded", error=str(error), effect="the last one stays in use")

@@ -140,7 +140,7 @@ def _open_below(root: str, names: tuple[str, ...]) -> int:
 
 BUCKET = "media"
 SLOTS = 8
-VIDEOS = 2  # likewise for videos, each read in a process of its own: images do not wait for one that takes long
+VIDEOS = 2  # likewise for videos, each read in a separate process, so that images do not wait for a slow one
 # Bytes from which a medium is hashed in a thread, which costs 25 µs of CPU: they hold the event loop for 0.1 ms
 # (``python -m tests.perf.tuning threads``), 100 MB for 10.
 LARGE = 1 << 20
@@ -241,15 +241,15 @@ class MediaLoader:
 
 def _release(slots: asyncio.Semaphore, reading: "asyncio.Future[Media]") -> None:
     if not reading.cancelled():
-        reading.exception()  # nobody is left who asks for it
+        reading.exception()  # no request waits for it any more
     slots.release()
 
 
 def inspect_medium(
     data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits, decoder: video.Decoder | None = None
 ) -> Media:
-    """Check a medium and name it by the digest of its bytes. Only of a video, the first frame is decoded, in a process
-    of its own.
+    """Check a medium and name it by the digest of its bytes. Only of a video is the first frame decoded, in a separate
+    process.
 
     Args:
         decoder: by which another thread ends that process.

@@ -7,7 +7,7 @@ message with a reply subject brings "no responders". The reply subjects that the
 (``_R_.…``) never do. There a message asks for the broker's trace of it: as long as the client is subscribed, the trace
 has the step into the client's account; the broker drops that mapping for good once the subscription has gone.
 
-Limits how many answers of one key are sent at once: a client's repeats must not delay other clients.
+Limits how many answers of one key are sent at a time: a client's repeats must not delay other clients.
 """
 
 import asyncio
@@ -225,7 +225,7 @@ class ReplyPublisher:
                     await self._bus.nc.publish(subject, body, reply=inbox, headers=headers)
                     for _ in range(2):  # nats-py writes the first PING ahead of buffered messages
                         await self._bus.nc.flush(timeout=FLUSH_S)
-                    await asyncio.sleep(0)  # the callback has a task of its own
+                    await asyncio.sleep(0)  # the callback runs in another task
                     received |= not no_responders.is_set()
                 if received or time.monotonic() > deadline:
                     return received
@@ -240,7 +240,7 @@ class ReplyPublisher:
 
 
 RECONNECT_POLL_S = 0.05
-MAX_FINISHED = 4  # finished answers rendered at once: each takes 2 ms in every turn of the event loop
+MAX_FINISHED = 4  # finished answers rendered at a time: each takes 2 ms in every turn of the event loop
 GRACE_NS = 60_000_000_000  # beyond the deadline, for a broker that is away
 
 
@@ -289,7 +289,7 @@ class AnswerDelivery:
             if not replies.durable:
                 return "cut"
             # The buffered items were never received; the log still has them. It also knows when the request was stored:
-            # the time in the request is by a clock of ours, and its tokens are looked for from then on.
+            # the time in the request is by this gateway's clock, and its tokens are looked for from then on.
             accepted = await self.find(request.tenant, request.id)
             replies.require_subscriber()
 

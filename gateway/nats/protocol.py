@@ -190,7 +190,7 @@ def is_reply_subject(subject: str, namespace: str) -> bool:
 class AnswerQuery(msgspec.Struct, rename={"first": "from"}, forbid_unknown_fields=True):
     """The body of ``ps.read`` and ``ps.cancel``: which request, and what of its answer.
 
-    ``reader``: the client's name for whoever reads. Its next read of the same answer ends this one.
+    ``reader``: the client's name for the reader. Its next read of the same answer ends this one.
     """
 
     id: str = ""

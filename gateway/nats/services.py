@@ -28,7 +28,7 @@ log = structlog.get_logger("gateway")
 MAX_ASKS = 1024
 MAX_READS = 1024
 SAME_ANSWER = 32  # reads of one answer: each message of it is sent to all of them
-SAME_KEY = 8  # asks with one message id that are answered at once; as many wait
+SAME_KEY = 8  # asks with one message id that are answered at a time; as many wait
 MAX_REASON = 200  # characters
 CUT_S = 1.0
 QUEUE = "gateway"
@@ -179,8 +179,8 @@ class Services:
             try:
                 await serve(message, origin, replies)
             except ServingError as error:
-                goes_on = error.code is Code.broker_unavailable and replies.request_id
-                await replies.refuse(failure(error, -1 if goes_on else number))
+                continues = error.code is Code.broker_unavailable and replies.request_id
+                await replies.refuse(failure(error, -1 if continues else number))
             except asyncio.CancelledError:
                 await replies.refuse(failure(_stopping(replies.request_id), -1), at_once=True)
                 raise
@@ -330,8 +330,8 @@ class Services:
 
 
 def _stopping(request_id: str) -> ServingError:
-    goes_on = f"request {request_id} continues: read its answer at ps.read" if request_id else "try again"
-    return ServingError(Code.shutting_down, f"this gateway is stopping; {goes_on}", retry_after=1.0)
+    action = f"request {request_id} continues: read its answer at ps.read" if request_id else "try again"
+    return ServingError(Code.shutting_down, f"this gateway is stopping; {action}", retry_after=1.0)
 
 
 class NatsApi:
@@ -340,7 +340,7 @@ class NatsApi:
         tasks: of the process; if one of the background tasks fails, the process shuts down.
     Attributes:
         submissions: requests from the tenants' streams.
-        services: requests and questions that are answered at once.
+        services: requests and questions that are answered directly.
     """
 
     def __init__(self, gateway: Gateway, tasks: Tasks) -> None:

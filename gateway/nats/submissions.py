@@ -93,7 +93,7 @@ log = structlog.get_logger("gateway")
 MAX_OPEN = 256
 RESERVED = 16  # of each tenant, however many of others are open
 MAX_REPEATS = 1024
-SAME_KEY = 8  # answers of one message id that are sent at once: the first, and repeats at other reply subjects
+SAME_KEY = 8  # answers of one message id that are sent at a time: the first, and repeats at other reply subjects
 SAME_KEY_WAITING = 56  # further ones; beyond, the stream delivers them again later
 ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
 LATER = NAK + b' {"delay": 1000000000}'
@@ -213,7 +213,7 @@ class Submissions:
         left = list(self.open_deliveries.values())
         await self._tasks.aclose()
         if self._bus.connected:
-            for one in left:  # at once, not when the delivery has run out
+            for one in left:  # they need not wait until the delivery expires
                 await self._nc.publish(one.reply, NAK)
 
     def _room(self, tenant: str) -> int:
@@ -426,7 +426,7 @@ class Submissions:
             self.repeats.popitem(last=False)
 
     async def _remember(self, key: _Key, entry: _Delivery, origin: Origin) -> None:
-        """Pass repeats to ``_handle_repeat`` from now on, and those that were received before this delivery at once."""
+        """Pass repeats to ``_handle_repeat`` from now on, and immediately those received before this delivery."""
         self.recent[key] = entry
         self.recent.move_to_end(key)
         seen_before = self.repeats.pop(key, [])

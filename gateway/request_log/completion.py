@@ -108,14 +108,14 @@ class Completion:
                 log.info("answer_completed_from_tokens", request=record.request, tokens=record.usage.completion)
                 inflight.complete(items)
             elif time.monotonic() > until:
-                if not record.code and self._is_news(record.request):  # otherwise it has ended with an error anyway
+                if not record.code and self._is_news(record.request):  # otherwise it has ended with an error
                     log.error("answer_lost", request=record.request, tokens=record.usage.completion)
                 inflight.complete([*items, last_item(record)])
             else:
                 await asyncio.sleep(AGAIN_S)
 
     def _is_news(self, request: str) -> bool:
-        """Whether a lost answer is seen for the first time: each client that asks for it has a reader of its own."""
+        """Whether a lost answer is seen for the first time: each client that asks for it has a separate reader."""
         if request in self._lost:
             return False
         self._lost[request] = None
@@ -125,7 +125,7 @@ class Completion:
 
 
 def last_item(record: done.Done) -> TokenItem:
-    """How a request ends whose last tokens nobody has."""
+    """How a request ends whose last tokens are lost."""
     if record.code:
         reason = "cancelled" if record.code == Code.cancelled else "error"
         finish = Finish(reason, None, record.usage.cached, record.code, record.message)

@@ -22,11 +22,11 @@ from penstock.schemas.tokens import ANOTHER_MODEL, WHOLE_REQUEST, Finish, TokenI
 log = structlog.get_logger("gateway")
 
 MAX_ITEMS = 2_048  # buffered for a client that does not read, with one choice and no log-probabilities
-PORTION_BYTES = 4_096  # of token ids returned at once; rendering 1,024 tokens takes about 2 ms
+PORTION_BYTES = 4_096  # of token ids returned at a time; rendering 1,024 tokens takes about 2 ms
 ITEM_BYTES = 16  # size of an item without its tokens
 
 # With these errors a gateway ends an answer although its request continues and can be read elsewhere, or later.
-GOES_ON = (Code.shutting_down, Code.broker_unavailable)
+CONTINUES = (Code.shutting_down, Code.broker_unavailable)
 
 Behind = Callable[["InflightRequest"], None]
 
@@ -150,7 +150,7 @@ class InflightRequest:
     @property
     def cut_off(self) -> bool:
         """Whether the reader got an error although the request continues."""
-        return self._error is not None and self._error.code in GOES_ON
+        return self._error is not None and self._error.code in CONTINUES
 
     @property
     def answered(self) -> bool:

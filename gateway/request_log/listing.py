@@ -83,7 +83,7 @@ class ProgressReader:
 FromLog = Callable[[GenerateRequest], Awaitable[control.Progress]]
 
 MAX_READ = 2_000  # requests that one page reads
-TOGETHER = 100  # whose ends are looked up at once
+TOGETHER = 100  # whose ends are looked up together
 
 
 class Page(NamedTuple):
@@ -141,7 +141,7 @@ class RequestListing:
         """All requests from the newest on or behind ``after``, with those that do not meet the criteria.
 
         Args:
-            together: this many are read at once.
+            together: this many are read at a time.
         Raises:
             ServingError: invalid_request: not a position; broker_unavailable.
         """

@@ -37,7 +37,7 @@ FAR_NS = 1_200_000_000_000  # either side of it, if the clock that made the id i
 LONGEST_NS = int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS  # behind it: a router copies what waits before it is lost
 BATCH = 100
 FEW = 8  # requests of one shard lie far apart
-MAX_FAR = 3  # at once
+MAX_FAR = 3  # at a time
 
 
 class RequestFinder:
@@ -299,8 +299,8 @@ class RequestLookup:
         if record is not None:
             left_ns = await self._records.ended_ns(request.id) + self._grace_ns - self._bus.clock.now_ns()
             if left_ns <= 0:
-                raise erased(request.id)  # nobody deletes it before its grace is over
-        # As long as workers wait for it: its gateway may still be reconnecting. Longer, and the grace would be over.
+                raise erased(request.id)  # it is not deleted before its grace period is over
+        # As long as workers wait for it, its gateway may be reconnecting. Later, the grace period would be over.
         soon = self._streams.since_renewed_s < ABSENT_S
         if soon or (record is None and await answers(self._bus, request.gateway, request.id)):
             message = f"the broker has lost what was in memory of request {request.id}; its gateway puts it back"

@@ -30,7 +30,7 @@ from penstock.schemas.subjects import MEMORY
 
 log = structlog.get_logger("gateway")
 
-MAX_PASSES = 3  # at once, of one gateway's tokens
+MAX_PASSES = 3  # at a time, of one gateway's tokens
 GATHER_S = 0.01  # before a pass begins, so that readers that arrive together share it
 LOOK_AGAIN_S = 0.05  # a replica may lag behind the republished messages
 LOOKS = 20
@@ -238,7 +238,7 @@ class TokenSubscription:
         self.catch_up = CatchUp(bus, stream, subject, self._tasks, lambda: self.tail.position)
 
     async def start(self, *, new: bool = False) -> None:
-        """Follow from the present end on, which is a place in the stream: a time would be by a clock of ours.
+        """Follow from the present end on, which is a place in the stream: a time would be by this gateway's clock.
 
         Args:
             new: nothing was stored yet on this subject.

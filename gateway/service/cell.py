@@ -1,6 +1,6 @@
 """One cell as a gateway uses it: requests into its log, their answers out of it, until they have ended.
 
-A cell has streams, routers and workers of its own. A deployment has one or several, and the id of a request says which
+A cell has its own streams, routers and workers. A deployment has one or several, and the id of a request says which
 is its cell (``penstock.schemas.requests.cell_in``).
 """
 
@@ -408,7 +408,7 @@ class Cell:
 
         Raises:
             ServingError: broker_unavailable: no router did it, or not all of it, or the broker's disk is full. To ask
-                again is safe. Once it was noted, nobody finds the request, and routers delete the rest.
+                again is safe. Once it was noted, the request is not found any more, and routers delete the rest.
         """
         await check_stores(self.bus, self._gateway)
         try:

@@ -50,7 +50,7 @@ from penstock.schemas.wire import encode
 
 NEAREST = 1024.0  # prompt tokens; without it, short prompts and the flushes of a gateway are spread over all cells
 # Published loads are up to 20 ms old, and lack what their router has not read yet. What an engine computes meanwhile
-# says nothing, and all gateways would follow it to the same cell at once: with an engine that takes 1 µs for a token,
+# says nothing, and all gateways would follow it to the same cell together: with an engine that takes 1 µs for a token,
 # each of four cells got between 1 and 69 requests in 20 ms, instead of 16 to 49. To stay serves 9 % more requests/s at
 # 256 and at 512 connections on 16 cores (``tests.perf.scale``, two deployments in turns, 5 and 4 rounds).
 UNSEEN_S = 0.04
@@ -274,7 +274,7 @@ class CellChooser:
         """None: the cell's router did not answer."""
         bus = self._buses[cell]
         try:
-            async with asyncio.timeout(ASK_S):  # a broker that is away holds up whoever publishes
+            async with asyncio.timeout(ASK_S):  # publishing to a broker that is away blocks
                 reply = await bus.nc.request(bus.subjects.cost, request, timeout=ASK_S)
             return decode_cost(reply.data)
         except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:

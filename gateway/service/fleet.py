@@ -4,7 +4,7 @@ A gateway serves the models that its operator named, and with ``learn_models``, 
 workers register. A model stays known for a while after its last worker has left, so that a request that arrives while a
 worker is being replaced waits in the queue.
 
-Models that workers of a role of their own serve (images, vectors), by name, from the registrations of those workers.
+Models that workers of a separate role serve (images, vectors), by name, from the registrations of those workers.
 
 A model stays known after its last worker has left, so that a request that arrives while a worker is being replaced
 waits in the queue instead of failing. A gateway that starts meanwhile cannot prepare a request for it, and learns from
@@ -236,8 +236,8 @@ class FleetView:
         await self._following.aclose()
 
     def refresh(self) -> None:
-        """Remove workers whose lease expired, and models that nobody uses. Refusals and conflicts are logged even while
-        no request comes."""
+        """Remove workers whose lease expired, and unused models. Refusals and conflicts are logged also without
+        requests."""
         for watch in self.watches:
             watch.expire()
         for model in self._models.values():
@@ -528,7 +528,7 @@ class FleetView:
                 self._empty_since.setdefault(model.name, time.monotonic())
 
     def counted(self, name: str) -> bool:
-        """Whether a model is served, and so has series of its own."""
+        """Whether a model is served, and so has its own series."""
         return name in self._models or name in self._apart
 
     def _changed_apart(self) -> None:

@@ -602,8 +602,8 @@ async def submit_claimed(
 ) -> InflightRequest:
     """Run a request under a claim that another gateway made before it crashed, or whose request was deleted.
 
-    In the first case the claim's own id is used: two gateways that find this at once store it once. In the second the
-    log discards that id, and the request runs under its own.
+    In the first case the claim's id is used, so that the request is stored once although two gateways may find this. In
+    the second the log discards that id, and the request keeps its id.
 
     Args:
         name, body: as for ``claim``.

@@ -473,7 +473,7 @@ class Carrier:
         await self._end(job, request, done.without_content(record, request) if request.no_store else record)
 
     async def _give_back(self, carried: _Carried, request: GenerateRequest, why: str, guest: str = "") -> None:
-        """Return an attempt that ended without a result: the router of its own cell places the next one.
+        """Return an attempt that ended without a result: the router of the request's cell places the next one.
 
         Args:
             guest: its id in the other cell; "": it was not accepted there.

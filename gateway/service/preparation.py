@@ -81,7 +81,7 @@ class FairThreads:
     """
     Args:
         threads: each competes with the event loop for the interpreter.
-        per_tenant: how many of them one tenant's work may hold at once; fewer than all, so that another finds one.
+        per_tenant: how many of them one tenant may hold at a time; fewer than all, so that another finds one.
     """
 
     def __init__(self, threads: int, per_tenant: int, name: str, limits: QueueLimits = LIMITS) -> None:
@@ -92,7 +92,7 @@ class FairThreads:
         self._running: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Start no waiting work. Running work ends on its own."""
+        """Start no waiting work. Running work ends by itself."""
         while (job := self._waiting.take()) is not None:
             job.done.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -131,7 +131,7 @@ class FairThreads:
             del self._running[job.tenant]
         if job.done.done():
             if not future.cancelled():
-                future.exception()  # nobody waits for it
+                future.exception()  # no task waits for it
         elif future.cancelled():
             job.done.cancel()
         elif (error := future.exception()) is not None:
@@ -149,14 +149,14 @@ NAMED_INLINE = 131_072  # bytes; to find the model in a larger body takes more t
 INLINE_CPU_S = 0.005  # of the event loop, for the chat template of a small body; most take 0.1 ms
 FEW_VALUES = 65_536  # in a body; this many are decoded in 3 ms
 PRIVATE_S = 120.0  # for all media of a request with no_store; later, routers erase media without a request
-COUNT_BYTES = 1 << 18  # searched for commas at once, which holds the interpreter for 0.1 ms
+COUNT_BYTES = 1 << 18  # searched for commas in one call, which holds the interpreter for 0.1 ms
 
 # Of a chat's fields, for errors.
 _NAMES = {RESPONSE: chat.NAMES, MESSAGE: anthropic_chat.NAMES, **dict.fromkeys(OLLAMA, ollama_chat.NAMES)}
 
 
 class _OtherModel(NamedTuple):
-    """A model that may run a request in place of its own. ``request``: the request as prepared for that model."""
+    """A model that may run a request instead. ``request``: the request as prepared for that model."""
 
     context: PrepareContext
     request: GenerateRequest

@@ -119,7 +119,7 @@ class Roster:
                     tokenizer=tokenizer,
                     expected=self._tokenizer,
                     reason="it serves this model's name with another tokenizer; give it the gateway's model directory, "
-                    "or a --served-model-name of its own",
+                    "or another --served-model-name",
                 )
         self._refused = tokenizers
 

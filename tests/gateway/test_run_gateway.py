@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.tiny_model import write
 
 
-def test_what_a_model_sets_and_nobody_applies_is_named_at_the_start(tmp_path: Path) -> None:
+def test_settings_of_a_model_that_are_not_applied_are_named_at_the_start(tmp_path: Path) -> None:
     """Else answers differ from those of transformers, and nothing says why."""
     path = write(tmp_path)
     (path / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "top_k": 20}')

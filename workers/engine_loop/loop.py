@@ -56,7 +56,7 @@ class BlockWaitQueue:
         return bool(self._queues)
 
     def add(self, wait: BlockWait[Any], engine: Engine) -> None:
-        """Queue a wait; answered at once if it is first and there is enough."""
+        """Queue a wait; it is answered immediately if it is first and there is enough."""
         self._queues.setdefault(wait.pool, deque()).append(wait)
         self._serve(wait.pool, engine)
 
@@ -214,7 +214,7 @@ class EngineLoop:
         self._returned_at = 0.0  # when the last step returned, by the clock; 0: none was in flight behind it
         self._step_s = 0.0  # that the last step without prompts took
         self._lead_s = LEAD_S  # from planning a step to the end of the one in flight
-        self._lead_is_all = False  # the step in flight is no longer than that: the next is planned at once
+        self._lead_is_all = False  # the step in flight is no longer than that: the next is planned immediately
         self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
         self._expected_at = 0.0  # a sequence with a reservation is submitted about then, by the clock; 0: none is
@@ -431,9 +431,9 @@ class EngineLoop:
             self._block_waits.serve(engine)
         if not self._in_flight and now >= self.flush_due:
             # Another flush follows soon: one message with KV events costs the broker and routers less than two.
-            goes_on = now - began < FAST_STEP_S and engine.has_work()
-            flush = self._flush(keep_events=goes_on)
-            if flush is not None and goes_on and flush.started:
+            continues = now - began < FAST_STEP_S and engine.has_work()
+            flush = self._flush(keep_events=continues)
+            if flush is not None and continues and flush.started:
                 pause = WRITE_S
             elif flush is not None and result.ahead_s and (now - began) * WRITE_SHARE > LEAST_WAIT_S:
                 pause = min(WRITE_S, (now - began) * WRITE_SHARE)  # the device computes meanwhile
@@ -495,7 +495,7 @@ class EngineThread:
     """Owns an engine from its construction to its end.
 
     Args:
-        build: makes the engine, in a thread of its own.
+        build: makes the engine, in a separate thread.
         engine_loop: what is done with the engine.
         failed: called in the engine thread, once, when the engine is broken.
     """

@@ -1,6 +1,6 @@
 """One gateway's part of an API key's limits: units that it has taken from the ledger, and requests that use them.
 
-Pure. A request is usually paid from units at hand, without a message. Few are taken at once: what waiting requests
+Pure. A request is usually paid from units at hand, without a message. Few are taken at a time: what waiting requests
 need, and as many as were spent in the last seconds, but never more than a ``SPARE`` th of the limit beyond the need, so
 that those which lie idle at other gateways are few. Those of a busy key are taken before they are needed.
 
@@ -42,7 +42,7 @@ def taken(charges: Mapping[int, int], now_s: int) -> int:
 
 
 def seconds_until(charges: Mapping[int, int], limit: int, units: int, now_s: int) -> int:
-    """After how many seconds this many units can be taken, if nobody takes any meanwhile; 0: now."""
+    """After how many seconds this many units can be taken, if none are taken meanwhile; 0: now."""
     excess = taken(charges, now_s) + units - limit
     if excess <= 0:
         return 0

@@ -38,12 +38,12 @@ log = structlog.get_logger("gateway")
 
 SWEEP_S = 1.0
 WITHIN_S = 5.0
-ELECTED_S = 9.0  # in a cluster, whose bucket may have no leader for so long: restarts of its servers refuse nobody
+ELECTED_S = 9.0  # in a cluster, whose bucket may have no leader for so long: restarts of its servers refuse no request
 TRIES = 20  # compare-and-sets of one request; each that fails means that another gateway's has succeeded
 SLOT_NS = 250_000_000  # how long a request waits for a slot that is being given up
 LOOK_S = 0.02
 MAX_LOOKING = 64  # such requests of one key
-KEEP_S = 300  # an entry that nobody changes expires
+KEEP_S = 300  # an entry that does not change expires
 
 _NONE = (EMPTY, 0)
 
@@ -146,7 +146,7 @@ class Limiter:
         return paid
 
     def check(self, limited: Sequence[Limited]) -> None:
-        """Refuse early, before a body is read, what would be refused anyway.
+        """Refuse early, before a body is read, what would be refused later.
 
         Raises:
             ServingError: rate_limit_exceeded.

@@ -411,7 +411,7 @@ def _stop(body: TextOptions, max_tokens: int, context: PrepareContext) -> Stop:
     """
     stop, model, defaults = body.stop, context.model, context.model.defaults
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    token_ids = () if context.carries_chat else tuple(body.stop_token_ids or ())  # the server's ids are of its own
+    token_ids = () if context.carries_chat else tuple(body.stop_token_ids or ())  # the server has other ids
     if token_ids and max(token_ids) >= model.vocab_size:
         raise invalid("stop_token_ids", f"stop_token_ids has {max(token_ids)}; ids must be below {model.vocab_size}")
     return Stop(

@@ -195,7 +195,7 @@ _KINDS = {
 
 
 def messages_status(code: Code) -> int:
-    """Anthropic's status of an error: what is overloaded has one of its own."""
+    """Anthropic's status of an error: overload has a special one."""
     return 529 if code.status == 503 else code.status
 
 

@@ -54,7 +54,7 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 
 
 class MessagesConversation:
-    """Chat messages made of messages with blocks. Results of tools become messages of their own.
+    """Chat messages made of messages with blocks. Results of tools become separate messages.
 
     Attributes:
         messages: so far.
@@ -137,7 +137,7 @@ class MessagesConversation:
                 case "thinking":
                     thoughts.append(needed(block.thinking, f"{here}.thinking"))
                 case "redacted_thinking":
-                    pass  # nothing of ours: reasoning is never redacted here
+                    pass  # from another server: reasoning is never redacted here
                 case "tool_use":
                     name, arguments = needed(block.name, f"{here}.name"), _json(block.input or {}).decode()
                     calls.append(ToolCall(FunctionCall(name, arguments), id=needed(block.id, f"{here}.id")))
@@ -379,7 +379,7 @@ def prepare_message(data: bytes, context: PrepareContext, *, now_ns: int, reques
 
     def prepare(body: ChatCompletionRequest) -> PreparedRequest | PendingMediaRequest:
         body = msgspec.structs.replace(body, max_completion_tokens=None)
-        if context.parsers is None or not context.parsers.reasoning:  # whoever does not think keeps within any budget
+        if context.parsers is None or not context.parsers.reasoning:  # without thinking, any budget is kept
             body = msgspec.structs.replace(body, max_thinking_tokens=None)
         return prepare_chat(body, context, now_ns=now_ns, request_id=request_id)
 

@@ -264,7 +264,9 @@ class ResponsesRequest(SamplingOptions, frozen=True, kw_only=True, omit_defaults
         | None
     ) = None
     background: (
-        Annotated[bool, Meta(description="answer at once; the response continues without the client, which polls it")]
+        Annotated[
+            bool, Meta(description="answer immediately; the response continues without the client, which polls it")
+        ]
         | None
     ) = None
     metadata: Metadata | None = None

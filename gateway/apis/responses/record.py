@@ -51,7 +51,7 @@ def encode_stored(body: ResponsesRequest, ancestors: tuple[str, ...] = (), histo
     Raises:
         ServingError: too large.
     """
-    if not body.kept:  # nobody can continue it, so only what the answer shows is needed
+    if not body.kept:  # it cannot be continued, so only what the answer shows is needed
         return _encode(StoredBody(msgspec.structs.replace(body, input=None)))
     data = _encode(StoredBody(body, ancestors, history_bytes))
     if len(data) > MAX_BYTES:

@@ -87,7 +87,7 @@ def test_a_key_may_name_what_both_it_and_its_tenant_may(
     assert {name for name in "abc" if caller.may_name(name)} == may
 
 
-def test_nobody_is_admitted_with_a_key_of_a_removed_tenant_or_without_a_model_in_common() -> None:
+def test_a_key_of_a_removed_tenant_or_without_a_model_in_common_is_refused() -> None:
     key = msgspec.structs.replace(KEY, tenant="acme", models=("a",))
     for tenants in ({}, {"acme": Limits(models=("b",))}):
         assert isinstance(caller_with(key, tenants), ServingError)

@@ -92,7 +92,7 @@ async def test_waiting_requests_are_never_discarded_and_new_ones_are_refused_wit
     await gateway.submit()
 
 
-async def test_finished_history_of_three_times_the_limit_refuses_nobody(gateway: SubmittingGateway) -> None:
+async def test_finished_history_of_three_times_the_limit_refuses_no_request(gateway: SubmittingGateway) -> None:
     for _ in range(3 * SIZE // len(BODY)):
         await gateway.submit()
         await gateway.place(1)

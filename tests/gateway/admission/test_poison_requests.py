@@ -113,7 +113,7 @@ async def test_the_first_repeat_at_any_gateway_runs_alone_and_later_ones_are_ref
         assert await second.check(other) is other
 
 
-async def test_of_two_first_repeats_at_once_one_runs(gateways: tuple[Verdicts, Verdicts]) -> None:
+async def test_of_two_concurrent_first_repeats_one_runs(gateways: tuple[Verdicts, Verdicts]) -> None:
     ends(gateways[0], asked(), "poisoned_request")
     await known(gateways[0])
     await known(gateways[1])

@@ -55,7 +55,7 @@ async def test_many_requests_at_a_time_ask_once(check: MemoryCheck, broker: Brok
     assert broker.asked == 1
 
 
-async def test_while_one_request_looks_the_others_go_on(
+async def test_while_one_request_looks_the_others_continue(
     check: MemoryCheck, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await all_of(check, broker, 1, (Fill(0, 1 << 20), Fill(0, 64 << 20)))

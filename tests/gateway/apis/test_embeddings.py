@@ -108,7 +108,7 @@ def test_what_cannot_be_embedded_is_refused_with_the_field_and_the_limit(
     assert refused.value.code.status == 400
 
 
-def test_a_model_that_generates_is_told_from_one_that_nobody_serves() -> None:
+def test_a_model_that_generates_is_distinguished_from_one_that_is_not_served() -> None:
     with pytest.raises(
         ServingError, match=r"'talker' makes embeddings; it serves /v1/chat.*'small'.*--role embed"
     ) as generates:

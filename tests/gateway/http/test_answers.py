@@ -65,7 +65,7 @@ async def test_a_stream_shows_that_it_lives_while_it_waits_for_tokens(
 
 @pytest.mark.parametrize("error", [unstored("r"), stopping("r")], ids=lambda error: error.code.value)
 @pytest.mark.parametrize("asked", [asked for asked, _ in STREAMS], ids=lambda asked: asked.endpoint)
-async def test_a_stream_that_was_cut_off_goes_on_elsewhere_without_a_hole(
+async def test_a_stream_that_was_cut_off_continues_elsewhere_without_a_gap(
     asked: GenerateRequest, error: ServingError
 ) -> None:
     inflight = InflightRequest(asked)

@@ -187,7 +187,7 @@ class Recorded(asyncio.Transport):
 
 
 @pytest.mark.parametrize("followed", [True, False])
-async def test_a_head_goes_out_with_what_follows_it_at_once(followed: bool) -> None:
+async def test_a_head_is_sent_with_what_follows_it_immediately(followed: bool) -> None:
     app, transport = Application(), Recorded()
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

@@ -7,7 +7,7 @@ from penstock.gateway.http.app import _Api
 from penstock.infra.metrics.scope import MetricScope
 
 
-async def test_the_page_is_made_beside_the_event_loop_which_goes_on_with_answers() -> None:
+async def test_the_page_is_made_beside_the_event_loop_which_sends_answers_meanwhile() -> None:
     scope, threads = MetricScope(), []
 
     def value() -> float:

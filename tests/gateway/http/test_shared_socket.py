@@ -81,7 +81,7 @@ async def until(made: list[AcceptingGateway], count: int) -> list[int]:
     return [len(each.open) for each in made]
 
 
-async def test_connections_that_come_at_once_are_shared_evenly(
+async def test_connections_that_come_together_are_shared_evenly(
     listener: socket.socket, memory: int, closing: AsyncExitStack
 ) -> None:
     made = gateways(listener, memory, closing, 3)
@@ -113,7 +113,7 @@ async def test_connections_of_a_gateway_that_hangs_are_accepted_by_another_witho
     assert await until(made, 20) == [20, 0]
 
 
-async def test_numbers_that_are_not_renewed_are_forgotten_and_one_that_leaves_is_at_once(
+async def test_numbers_that_are_not_renewed_are_forgotten_and_one_that_leaves_is_immediately(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = ConnectionCounts(memory, 1, lives), ConnectionCounts(memory, 2, lives)

@@ -39,7 +39,7 @@ class Log:
         pass
 
 
-async def test_a_delete_that_another_one_overtakes_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_delete_that_another_one_overtakes_says_so_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.gateway.http.stored_responses.CANCELLED_S", 3600.0)
     monkeypatch.setattr("penstock.gateway.http.stored_responses.LOOK_S", 0.0)
     scope: dict[str, Any] = {"type": "http", "path_params": {"id": "resp_" + RUNNING.id}, CALLER: ANYONE}

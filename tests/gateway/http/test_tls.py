@@ -75,7 +75,7 @@ async def closed(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def test_a_replaced_certificate_is_shown_to_new_connections_and_open_ones_go_on(
+async def test_a_replaced_certificate_is_shown_to_new_connections_and_open_ones_continue(
     served: tuple[int, Certificate], pair: tuple[Path, Path], made: dict[str, tuple[Path, Path]]
 ) -> None:
     port, certificate = served

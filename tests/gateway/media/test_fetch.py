@@ -210,7 +210,7 @@ async def test_a_name_that_changes_its_mind_is_asked_once(site: Site, net: dict[
         *("file:///etc/passwd", "http://public.test:22/", "gopher://public.test/"),
     ],
 )
-async def test_a_redirect_to_where_nobody_may_ask_is_refused(
+async def test_a_redirect_to_a_forbidden_address_is_refused(
     site: Site, net: dict[str, list[list[str]]], to: str
 ) -> None:
     net |= {"public.test": [[PUBLIC]], "metadata.test": [["169.254.169.254"]]}

@@ -234,7 +234,7 @@ async def test_one_bad_image_ends_the_loading_of_the_others(bus: Bus, site: Site
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "medium"]
 
 
-async def test_nothing_is_fetched_for_a_body_that_is_refused_anyway(bus: Bus, site: Site) -> None:
+async def test_nothing_is_fetched_for_a_body_that_is_refused(bus: Bus, site: Site) -> None:
     gateway = gateway_on(bus, max_images=2)
     url = site.serve("/x", PNG)
     for body in (
@@ -355,7 +355,7 @@ async def test_images_that_come_too_late_end_the_request_at_its_deadline(bus: Bu
     assert time.monotonic() - began < 8  # --media-timeout-s is 10
 
 
-async def test_downloads_at_once_are_bounded(bus: Bus, site: Site) -> None:
+async def test_concurrent_downloads_are_bounded(bus: Bus, site: Site) -> None:
     now, most = 0, 0
     release = asyncio.Event()
 

@@ -40,7 +40,7 @@ async def send_until_unread(replies: ReplyPublisher, bus: Bus, most: int, first:
     return most
 
 
-async def test_an_answer_that_nobody_reads_is_given_up_soon(bus: Bus) -> None:
+async def test_an_answer_without_a_reader_is_given_up_soon(bus: Bus) -> None:
     replies = ReplyPublisher(bus, [bus.nc.new_inbox()], check_interest=True)
     try:
         assert await send_until_unread(replies, bus, 100) < 40
@@ -67,7 +67,7 @@ async def test_a_reader_gets_every_message_and_the_answer_is_given_up_once_it_ha
         await replies.close()
 
 
-async def test_a_reader_that_is_away_for_a_moment_goes_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_is_away_for_a_moment_continues(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "INTEREST_S", 10.0)
     inbox, got = bus.nc.new_inbox(), list[bytes]()
     replies = ReplyPublisher(bus, [inbox], check_interest=True)
@@ -111,7 +111,7 @@ async def mapped_read(bus: Bus, client: Client, inbox: str) -> ReplyPublisher:
     return ReplyPublisher(bus, [reply], durable=False, check_interest=True)
 
 
-async def test_a_reader_in_an_account_of_its_own_gets_every_message_and_is_known_to_be_gone(
+async def test_a_reader_in_another_account_gets_every_message_and_is_known_to_be_gone(
     accounts: tuple[Bus, Client],
 ) -> None:
     bus, client = accounts
@@ -130,7 +130,7 @@ async def test_a_reader_in_an_account_of_its_own_gets_every_message_and_is_known
         await replies.close()
 
 
-async def test_a_reader_in_an_account_of_its_own_that_disconnects_is_known_to_be_gone(
+async def test_a_reader_in_another_account_that_disconnects_is_known_to_be_gone(
     accounts: tuple[Bus, Client],
 ) -> None:
     bus, client = accounts

@@ -72,7 +72,7 @@ async def test_asks_that_arrive_as_a_gateway_stops_are_answered(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_asks_and_reads_that_a_gateway_cannot_finish_are_told_where_to_go_on(
+async def test_asks_and_reads_that_a_gateway_cannot_finish_say_where_to_continue(
     client: Submitter, engine: Engine, running: Running, bus: Bus, stream: bool
 ) -> None:
     await ask(bus, stream=stream)
@@ -178,7 +178,7 @@ async def test_a_reader_that_reads_at_another_gateway_is_no_longer_served_here(
 
 
 @pytest.mark.parametrize("no_store", [True, False])
-async def test_an_ask_whose_acceptance_is_not_confirmed_as_its_gateway_stops_goes_on_elsewhere(
+async def test_an_ask_whose_acceptance_is_not_confirmed_as_its_gateway_stops_continues_elsewhere(
     client: Submitter,
     engine: Engine,
     running: Running,

@@ -226,7 +226,7 @@ async def test_repeats_are_answered_while_the_gateway_stops(
     await closing
 
 
-async def test_more_repeats_than_are_answered_at_once_are_told_so(
+async def test_more_repeats_than_are_answered_at_a_time_are_told_so(
     client: Submitter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submissions, "MAX_OPEN", 1)

@@ -143,7 +143,7 @@ async def test_those_who_come_during_a_pass_share_the_next_ones(
     assert subscription.catch_up.read_entries < 20 * 200, "far fewer passes than clients"
 
 
-async def test_a_client_that_stops_reading_goes_on_from_the_log(bus: Bus, subscription: TokenSubscription) -> None:
+async def test_a_client_that_stops_reading_continues_from_the_log(bus: Bus, subscription: TokenSubscription) -> None:
     async with Worker(bus, 2) as worker:
         await subscription.start()
         stops, reads = Client(subscription, worker.requests[0], limit=20), Client(subscription, worker.requests[1])
@@ -209,7 +209,7 @@ async def test_a_request_is_found_although_its_gateways_clock_is_minutes_off(bus
     await publisher.close()
 
 
-async def test_a_stream_that_goes_on_elsewhere_begins_with_its_first_token_although_its_gateways_clock_is_ahead(
+async def test_a_stream_that_continues_elsewhere_begins_with_its_first_token_although_its_gateways_clock_is_ahead(
     bus: Bus, subscription: TokenSubscription
 ) -> None:
     publisher, ahead_ns = Publisher(bus), time.time_ns() + 600_000_000_000

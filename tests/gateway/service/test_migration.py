@@ -44,7 +44,7 @@ def test_whoever_carries_an_attempt_finds_it_under_the_same_id() -> None:
     assert time_of(first) == AT_NS
 
 
-def test_it_goes_on_behind_what_was_streamed() -> None:
+def test_it_continues_after_what_was_streamed() -> None:
     job = job_of(resume=STREAMED, finished=(1,), endings=(Finish("stop"),))
     guest = guest_id(job, REQUEST.id, 0)
     items = streamed_before(job, guest)
@@ -67,7 +67,7 @@ def test_what_may_have_ended_workers_runs_alone_there() -> None:
     assert (alone.watched, alone.repeats_poison) == (True, True)
 
 
-def test_its_record_is_one_of_its_own_cell() -> None:
+def test_its_record_is_one_of_the_first_cell() -> None:
     job = job_of(streamed_ns=7, lost=((1, "w1"),))
     guest = guest_id(job, REQUEST.id, 0)
     times = done.Timings(earlier_workers=(jobs.EarlierWorker(1, "v", "worker_lost"),))

@@ -227,7 +227,7 @@ async def test_reading_the_tenants_is_no_entry(
     assert [each for each in found if "accounts" in each["what"] and each["detail"] != "stream create"] == []
 
 
-async def test_nobody_writes_for_another_or_takes_an_entry_away(server: EmbeddedNats, bus: Bus) -> None:
+async def test_no_user_writes_for_another_or_takes_an_entry_away(server: EmbeddedNats, bus: Bus) -> None:
     entry = encode(AuditEntry("keys create", "pst-000000000000"))
     for user, other in (("keys", "operator"), ("operator", "keys"), ("gateway", "router"), ("planner", "keys")):
         refusals: list[str] = []

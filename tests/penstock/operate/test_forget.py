@@ -50,7 +50,7 @@ async def test_a_forgotten_request_leaves_no_message_and_no_byte_behind(
     assert "deleted 3 messages of 1 request; the last of their tokens leave the log by 20" in shown
 
 
-async def test_a_request_that_is_not_to_be_stored_leaves_its_content_and_tokens_at_once(
+async def test_the_content_and_tokens_of_a_request_that_is_not_stored_are_forgotten_immediately(
     bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = await accept(bus, no_store=True)
@@ -86,7 +86,7 @@ async def test_what_an_interrupted_command_left_is_deleted_by_the_next_one(
     assert await stored(bus) == []
 
 
-async def test_a_tenants_requests_are_forgotten_together_and_nobody_elses(bus: Bus, broker: EmbeddedNats) -> None:
+async def test_only_the_tenants_requests_are_forgotten_together(bus: Bus, broker: EmbeddedNats) -> None:
     requests = [await accept(bus, tenant=tenant) for tenant in ("acme", "other", "acme")]
     running = await accept(bus, tenant="acme")
     for request in requests:

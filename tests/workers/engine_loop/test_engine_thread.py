@@ -40,7 +40,7 @@ class Running:
         assert await asyncio.to_thread(self.thread.join, 10)
 
 
-async def test_an_engine_has_a_thread_of_its_own_in_which_its_output_is_delivered() -> None:
+async def test_an_engine_has_its_own_thread_in_which_its_output_is_delivered() -> None:
     made = Running(engine())
     made.thread.start()
     await asyncio.to_thread(made.thread.wait_ready, 10)

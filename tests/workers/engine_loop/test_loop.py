@@ -230,7 +230,9 @@ def test_flushes_of_many_sequences_are_further_apart(
         assert h.tokens(choice) == expected_tokens([number, 2], 12, VOCABULARY)
 
 
-def test_a_step_is_flushed_at_once_if_the_last_flush_was_consumed_while_it_ran(harness: Callable[..., Harness]) -> None:
+def test_a_step_is_flushed_immediately_if_the_last_flush_was_consumed_while_it_ran(
+    harness: Callable[..., Harness],
+) -> None:
     h = harness()
     h.engine.gate = threading.Semaphore(0)
     choice = new_choice()
@@ -507,7 +509,7 @@ def test_an_engine_that_was_held_up_is_not_waited_for_as_long_again() -> None:
     assert run(20) < 1.0
 
 
-def test_an_engine_whose_step_is_short_is_asked_for_the_next_one_at_once() -> None:
+def test_an_engine_whose_step_is_short_is_asked_for_the_next_one_immediately() -> None:
     made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), 0.002, 0.0005)
     loop = EngineLoop(clock=lambda: made.now)
     loop.begin_session(lambda flush: None)
@@ -833,7 +835,7 @@ def test_a_dump_before_any_event_names_no_batch_and_a_new_session_says_that_the_
     assert fold(h.all)[1][0] == 1
 
 
-def test_each_rank_has_batches_and_a_dump_of_its_own(harness: Callable[..., Harness]) -> None:
+def test_each_rank_has_its_own_batches_and_dump(harness: Callable[..., Harness]) -> None:
     h = harness(ranks=3, total_blocks=24)
     asked: dict[int, list[list[int]]] = {0: [], 2: []}
     for number in range(8):

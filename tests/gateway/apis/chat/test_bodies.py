@@ -132,7 +132,7 @@ def test_a_choice_without_tools_is_held_to_the_same() -> None:
         ({"type": "function", "function": {"name": "f", "parameters": "bad"}}, "function.parameters"),
     ],
 )
-def test_a_tool_whose_calls_nobody_could_read_is_refused_with_its_place(tool: Any, param: str) -> None:
+def test_a_tool_whose_calls_could_not_be_read_is_refused_with_its_place(tool: Any, param: str) -> None:
     good = {"type": "function", "function": {"name": "ns.get-x_1", "parameters": None, "strict": True}}
     assert chat(tools=[good]).tools == [good]
     error = refusal(tools=[good, tool])

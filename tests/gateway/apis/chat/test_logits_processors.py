@@ -82,7 +82,7 @@ def test_the_limit_of_the_arguments_is_named_and_can_be_reached(context: Prepare
     assert str(MAX_PROCESSOR_BYTES + 1) in message
 
 
-def test_a_name_that_no_worker_has_is_refused_at_once_with_the_known_ones(context: PrepareContext) -> None:
+def test_a_name_that_no_worker_has_is_refused_with_the_known_ones(context: PrepareContext) -> None:
     known = context._replace(logits_processors=frozenset({"temperature", "forced_text"}))
     assert asked(known, [ANY])[0].name == "temperature"
     error = refusal(known, [ANY, {"name": "nobody"}])

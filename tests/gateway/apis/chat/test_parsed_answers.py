@@ -133,7 +133,7 @@ def test_thoughts_content_and_calls_are_streamed_apart(demo: PrepareContext) -> 
 
 @examples(60)
 @given(st.data())
-def test_a_client_can_go_on_after_any_event(demo: PrepareContext, data: st.DataObject) -> None:
+def test_a_client_can_continue_after_any_event(demo: PrepareContext, data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([ANSWER, CALL, "<think>cut", "plain text", ANSWER + "\nDone."]))
     tools, stop = data.draw(st.sampled_from([None, [TOOL]])), data.draw(st.sampled_from([None, "ok", "look.\n"]))
     asked = request(demo, logprobs=data.draw(st.booleans()), tools=tools, stop=stop)

@@ -174,7 +174,7 @@ def test_streamed_and_whole_answers_have_the_same_text_and_usage(
 
 @examples(60)
 @given(st.data())
-def test_a_client_can_go_on_after_any_event_on_another_replica(
+def test_a_client_can_continue_after_any_event_on_another_replica(
     model: ModelDir, context: PrepareContext, data: st.DataObject
 ) -> None:
     n = data.draw(st.integers(1, 3))

@@ -189,7 +189,7 @@ def test_what_cannot_be_honoured_is_refused_under_the_clients_name(fields: dict[
 
 
 @pytest.mark.parametrize("begun", ['{"name":', [{"type": "text", "text": '{"name":'}]])
-def test_an_answer_goes_on_with_the_assistants_last_text(begun: Any) -> None:
+def test_an_answer_continues_the_assistants_last_text(begun: Any) -> None:
     messages = [HI, {"role": "assistant", "content": begun}]
     assert chat(messages=messages).continue_final_message
     ids = unpack_tokens(prepared(messages=messages).prompt)

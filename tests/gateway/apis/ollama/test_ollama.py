@@ -176,7 +176,7 @@ def test_durations_are_those_of_the_answer_and_left_out_when_it_is_read_later() 
     assert not [name for name in json.loads(later.response()) if name.endswith("_duration")]
 
 
-def test_a_failure_is_a_line_with_an_error_whether_it_goes_on_elsewhere_or_not() -> None:
+def test_a_failure_is_a_line_with_an_error_whether_it_continues_elsewhere_or_not() -> None:
     for finished in (True, False):
         renderer = renderer_for(request(OLLAMA_CHAT), DETOKENIZER)
         renderer.push(items("Well.", None))

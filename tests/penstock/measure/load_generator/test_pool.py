@@ -47,7 +47,7 @@ async def test_requests_are_sent_when_they_are_due_whatever_is_under_way() -> No
     assert max(each.due for each in done) - began == pytest.approx(0.04)
 
 
-async def test_a_request_without_an_answer_fails_in_time_and_its_slot_goes_on() -> None:
+async def test_a_request_without_an_answer_fails_in_time_and_its_slot_is_used_again() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()

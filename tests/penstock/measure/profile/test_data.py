@@ -54,7 +54,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, change: tuple[str, st
         load(tmp_path / "nowhere")
 
 
-def test_a_folder_goes_on_only_with_the_same_setup(tmp_path: Path) -> None:
+def test_a_folder_is_continued_only_with_the_same_setup(tmp_path: Path) -> None:
     stored = Profile(setup=SETUP, url="http://h", prefill=Prefill().added(100, 5.0, 20_000.0))
     save(tmp_path, stored)
     assert begun(tmp_path, SETUP, "http://h", (), overwrite=False) == stored

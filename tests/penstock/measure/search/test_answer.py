@@ -27,7 +27,7 @@ BEST = SizedDeployment(
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_pools_whose_flags_differ_have_workers_beside_the_rest_each_with_gpus_of_its_own(several: bool) -> None:
+def test_pools_whose_flags_differ_have_workers_beside_the_rest_each_with_its_own_gpus(several: bool) -> None:
     if several:
         ((number, workers),) = hosts(BEST, 4)
         assert number == 1

@@ -148,7 +148,7 @@ def test_a_failed_point_is_submitted_again_and_a_complete_one_is_not(
     assert not cluster.left()
 
 
-def test_a_second_submission_leaves_waiting_jobs_alone_and_a_chain_goes_on_behind_them(
+def test_a_second_submission_leaves_waiting_jobs_alone_and_a_chain_continues_behind_them(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.write("chain")

@@ -229,7 +229,7 @@ async def test_nothing_is_loaded_when_one_endpoint_does_not_pass_its_smoke_reque
     assert files(tmp_path, "*") == []
 
 
-async def test_a_server_that_fails_at_once_is_no_result(tmp_path: Path) -> None:
+async def test_a_server_that_fails_immediately_is_no_result(tmp_path: Path) -> None:
     async with fake_server() as server:
         server.fails_after = 2
         with pytest.raises(SweepFailed):

@@ -48,7 +48,7 @@ async def entries(bus: Bus) -> list[tuple[str, str]]:
     return [(each.action, each.what) for each in found]
 
 
-async def test_the_operator_terminates_a_request_and_nobody_else(
+async def test_only_the_operator_terminates_a_request(
     bus: Bus, broker: EmbeddedNats, password: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actions, "REFUSED_S", 0.0)

@@ -293,7 +293,7 @@ async def test_a_page_that_opens_after_a_while_shows_nothing_of_before(
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_dashboard_says_that_its_broker_is_away_and_goes_on_when_it_is_back(
+async def test_a_dashboard_says_that_its_broker_is_away_and_continues_when_it_is_back(
     make_broker: Callable[..., EmbeddedNats], subjects: Subjects
 ) -> None:
     server = make_broker(namespace=subjects.namespace)
@@ -373,7 +373,7 @@ def test_a_data_folder_keeps_its_token_readable_by_its_owner_only(tmp_path: Path
     assert stored_token(tmp_path)
 
 
-def test_an_empty_token_lets_nobody_in() -> None:
+def test_an_empty_token_lets_no_request_in() -> None:
     scope = {"type": "http", "query_string": b"token=", "headers": [(b"authorization", b"Bearer ")], "path": "/"}
     assert Access("", 1).refusal(Request(scope)) is not None
 
