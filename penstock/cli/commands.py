@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -20,7 +21,8 @@ import msgspec
 from penstock.infra.process.gc_policy import loading
 
 ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
-SOURCE_TREE_ONLY = "tests"  # tools of who develops Penstock, which are not installed
+SOURCE_TREE_ONLY = "tests."  # tools of who develops Penstock, which are not installed
+CLONE = Path(__file__).resolve().parents[2]  # of the repository, if the package runs from one
 START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
 INTERRUPTED = 130
 SILENT = ("completion", "version")  # commands that log nothing
@@ -481,7 +483,7 @@ def no_command(args: Sequence[str]) -> str:
 
 def usage(first: str = "") -> str:
     """The commands that begin with a word; all, by section, if none does."""
-    within = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    within = [name for name, command in COMMANDS.items() if name.startswith(f"{first} ") and is_here(command)]
     sections = {"": within} if within else {heading: commands_of(firsts) for heading, firsts in SECTIONS.items()}
     prog, lines = f"penstock {first}" if within else "penstock", []
     shown = {name: name.removeprefix(f"{first} ") if within else name for names in sections.values() for name in names}
@@ -494,7 +496,8 @@ def usage(first: str = "") -> str:
 
 def commands_of(firsts: Sequence[str]) -> list[str]:
     """Commands by their first words, in that order."""
-    return [name for first in firsts for name in COMMANDS if name.partition(" ")[0] == first]
+    here = [name for name, command in COMMANDS.items() if is_here(command)]
+    return [name for first in firsts for name in here if name.partition(" ")[0] == first]
 
 
 def version(_argv: Sequence[str] = ()) -> int:
@@ -510,15 +513,23 @@ def version(_argv: Sequence[str] = ()) -> int:
     return 0
 
 
+def is_here(command: Command) -> bool:
+    """Whether a command can be loaded: some can in a clone of the repository only, also installed as editable."""
+    return not command.run.startswith(SOURCE_TREE_ONLY) or (CLONE / "tests" / "perf").is_dir()
+
+
 def load(path: str) -> Any:
     """What ``module:name`` names."""
     module, _, name = path.partition(":")
+    if module.startswith(SOURCE_TREE_ONLY):
+        if not is_here(Command("", path)):
+            sys.exit("penstock: this command is not part of the installed package; install it from a clone with -e")
+        if str(CLONE) not in sys.path:  # the folder of the script `penstock` is, and not the working directory
+            sys.path.insert(0, str(CLONE))
     try:
         with loading(module):
             return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == SOURCE_TREE_ONLY:
-            sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")
         from penstock.workers.engines.support import EXTRAS
 
         package = (error.name or "").partition(".")[0]

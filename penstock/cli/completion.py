@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.cli.commands import ARGV, COMMANDS, NOTHING, load
+from penstock.cli.commands import ARGV, COMMANDS, NOTHING, is_here, load
 from penstock.configs.flags import Flag, Parser, flags_of
 
 HOW = """\
@@ -37,9 +37,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def completed() -> list[Completed]:
-    """All commands; those that read their arguments themselves have no flags here."""
+    """All commands that are here; those that read their arguments themselves have no flags."""
     candidates = []
     for name, command in COMMANDS.items():
+        if not is_here(command):
+            continue
         flags: Sequence[Flag] = ()
         if command.settings not in (ARGV, NOTHING):
             path = command.settings if ":" in command.settings else f"penstock.configs.settings:{command.settings}"

@@ -316,11 +316,34 @@ def test_what_is_completed_is_what_a_command_takes(name: str, capsys: pytest.Cap
     assert set(re.findall(r"\w+", found[0].removeprefix("is not one of"))) == set(COMMANDS[name].choices)
 
 
-def test_a_command_that_needs_a_clone_says_so_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("tests.perf", "tests.perf.http"):  # the latter may have been imported by another test
-        monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]  # as documented of import
-    with pytest.raises(SystemExit, match="not part of the installed package; run it in a clone"):
+def test_a_command_that_needs_a_clone_says_so_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.commands.CLONE", tmp_path)
+    with pytest.raises(SystemExit, match="not part of the installed package; install it from a clone"):
         main(["bench", "http"])
+    assert "bench sweep" in usage()
+    assert not re.search(r"bench (http|index|split)|eval demo", usage())
+    assert not {"http", "index", "split"} & set(usage("bench").split())
+
+
+def test_a_command_that_needs_a_clone_runs_in_any_folder(tmp_path: Path) -> None:
+    """The script ``penstock`` has its own folder on the path, and not the working directory."""
+    code = "import sys; from penstock.cli.commands import main; sys.exit(main(['bench', 'http', '--help']))"
+    link = tmp_path / "packages" / "penstock"
+    link.parent.mkdir()
+    link.symlink_to(ROOT / "penstock")
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env=environ | {"PYTHONPATH": str(link.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.stdout.startswith("usage: penstock bench http"), run.stderr
 
 
 _FETCHING = """

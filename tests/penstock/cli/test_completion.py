@@ -53,6 +53,16 @@ def test_bash_offers_commands_flags_and_values(
     assert offered(script("bash", capsys), *words) == expected
 
 
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_is_printed_where_the_package_is_installed_without_its_tests(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.commands.CLONE", tmp_path)
+    text = script(shell, capsys)
+    assert "sweep" in text
+    assert "eval" not in text
+
+
 @pytest.mark.skipif(not shutil.which("fish"), reason="needs fish")
 @pytest.mark.parametrize(
     ("line", "expected"),
