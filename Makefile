@@ -134,8 +134,12 @@ chaos-mixed: $(VENV)/.installed-dev  ## the same with every other process of an 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .venv-clients .venv-sbom sbom.json .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
 
+# The version first: pip would search minutes for a torch that fits an older Python. Where Debian's python3-venv is
+# missing, venv says so, and leaves a Python without pip.
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Penstock needs Python 3.11 or newer, and \"$(PYTHON)\" is none: name one, as in make $(MAKECMDGOALS) PYTHON=python3.13"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
 # torch by itself first, so that nothing else is looked for in its index. A torch that is there already stays. If the
 # index does not answer, torch comes from pip's own: larger, but it computes all the same.

@@ -105,8 +105,11 @@ def test_the_plugins_of_engines_load(installed: Installed) -> None:
         assert module.startswith("penstock.")
 
 
-def test_the_version_is_printed(installed: Installed) -> None:
+def test_the_version_and_completions_are_printed(installed: Installed) -> None:
     assert installed.run(*installed.command, "version").startswith("penstock ")
+    # What needs a clone with its tests is not offered where there are none.
+    assert "bench http" not in installed.run(*installed.command, "completion", "bash")
+    assert "bench http" not in installed.run(*installed.command, "--help")
 
 
 @pytest.fixture
@@ -160,3 +163,25 @@ def test_a_source_archive_begins_with_the_links_and_runs_as_it_is(tmp_path: Path
     command = [sys.executable, "-m", "penstock", "--help"]
     run = subprocess.run(command, cwd=tmp_path / "source", capture_output=True, text=True, timeout=60, check=False)
     assert "penstock COMMAND" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exit 1", "needs Python 3.11 or newer"),
+        # As where Debian's python3-venv is missing: without this, the next `make up` would find a Python without pip.
+        (
+            '[ "$2" = venv ] && mkdir -p "$3/bin" && : > "$3/bin/python" && echo no ensurepip && exit 1; exit 0',
+            "no ensurepip",
+        ),
+    ],
+)
+def test_make_says_at_once_that_a_python_cannot_be_used(script: str, said: str, tmp_path: Path) -> None:
+    python, folder = tmp_path / "python", tmp_path / "venv"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    command = ["make", "up", f"PYTHON={python}", f"VENV={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert said in done.stdout
+    assert not (folder / "bin" / "python").exists()
