@@ -357,7 +357,7 @@ def check_loopback(listeners: Sequence[socket.socket], proxies: Sequence[str] = 
             "make one with 'penstock keys create' (start with --require-keys to make the first one afterwards), or "
             "serve everyone with --insecure"
         )
-    for listener in listeners:
+    for listener in reversed(listeners):  # the shared one first: its port is the one that was asked for
         host, port = listener.getsockname()[:2]
         if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
