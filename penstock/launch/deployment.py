@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shutil
 import site
 import socket
 import sys
@@ -26,6 +27,7 @@ from nats.errors import Error as NatsError
 
 import penstock
 from penstock.cli.commands import unknown_variables
+from penstock.cli.figures import show_size
 from penstock.configs.settings import WorkerSettings, served_names
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
@@ -85,6 +87,7 @@ from penstock.launch.state import (
     write_state,
 )
 from penstock.schemas.control import LEAVE_S
+from penstock.schemas.streams import GIB, limits_bytes, topology
 from penstock.schemas.subjects import Subjects, cell_namespace
 from penstock.workers.session.crash_journal import (
     End,
@@ -354,6 +357,7 @@ class Deployment:
         metrics_ports = self._metrics_ports(up.metrics_port, workers + routers_of(up))
         with self._board:
             if not up.nats_url:
+                self._warn_of_small_disk()
                 for cell in range(up.cells):
                     await self._start_broker(cell)
             self._board.starting("streams")
@@ -380,6 +384,18 @@ class Deployment:
             await self._until_ready()
         if up.dashboard_port >= 0:
             await self._start_dashboard()
+
+    def _warn_of_small_disk(self) -> None:
+        """Before the first start only: later, a disk is reported when it fills."""
+        if (self.data_dir / "nats").exists():
+            return
+        free = shutil.disk_usage(self.data_dir).free
+        limit = int(self.settings.store_size * GIB) or limits_bytes(topology(Subjects(), record=self.settings.record))
+        if free < limit:
+            self._board.print(
+                f"penstock up: warning: {show_size(free)} are free under {self.data_dir}, and the streams may grow to "
+                f"{show_size(limit)}: make room, name another disk with --data-dir, or limit them with --store-size"
+            )
 
     async def _start_broker(self, cell: int) -> None:
         up, subjects = self.settings, self._subjects[cell]

@@ -12,6 +12,7 @@ from typing import IO, cast
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from penstock.cli.figures import counted
 from penstock.configs.logs import OutputStream
 from penstock.launch.state import DeploymentState
 
@@ -108,7 +109,7 @@ def curl_line(http_url: str, model: str, makes: str = "text", *, key: bool = Fal
 def sizes(state: DeploymentState) -> str:
     """How many processes of each role there are, and in how many cells."""
     counts = Counter(process.role for process in state.processes)
-    parts = [f"{counts[role]} {role}{'s' if counts[role] > 1 else ''}" for role in ("gateway", "router", "worker")]
+    parts = [counted(counts[role], role) for role in ("gateway", "router", "worker")]
     cells = state.active_cells or len(state.all_cells)
     return ", ".join(parts) + (f" in {cells} cells" if cells > 1 else "")
 

@@ -6,12 +6,14 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +153,21 @@ async def test_a_deployment_whose_gateways_want_a_key_knows_its_model_and_says_h
     assert '"authorization: Bearer $KEY"' in line  # for the shell to fill in
     assert json.loads(words[-1])["model"] == "fake"
     assert await up.stop() == 0
+
+
+async def test_a_disk_that_is_smaller_than_the_streams_is_warned_of_before_the_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=60 << 30, free=3 << 30))
+    up = Up(up_settings(tmp_path, store_size=4.0, workers=0))
+    await up.ready()
+    assert await up.stop() == 0
+    said = f"warning: 3.0 GiB are free under {tmp_path / 'data'}, and the streams may grow to 4.0 GiB"
+    assert said in capsys.readouterr().err
+    up = Up(up_settings(tmp_path, store_size=4.0, workers=0))
+    await up.ready()
+    assert await up.stop() == 0
+    assert "may grow" not in capsys.readouterr().err
 
 
 async def test_the_dashboard_starts_last_and_stops_with_the_rest(tmp_path: Path) -> None:
