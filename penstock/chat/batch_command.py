@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.chat.chat_command import INTERRUPTED, deployment_url
 from penstock.chat.client import BROKEN, CONNECT_S, message_of
+from penstock.cli.figures import counted
 from penstock.cli.terminal import visible
 from penstock.configs.flags import Parser
 from penstock.configs.settings import NatsSettings
@@ -167,7 +168,8 @@ def _run_with(client: BatchApi, args: argparse.Namespace, kept: Path, url: str) 
             part.replace(path)
     kept.unlink()
     counts = batch["request_counts"]
-    print(f"{batch['status']}: {counts['completed']} answers, {counts['failed']} errors", file=sys.stderr)
+    ended = f"{counted(counts['completed'], 'answer')}, {counted(counts['failed'], 'error')}"
+    print(f"{batch['status']}: {ended}", file=sys.stderr)
     if batch["error_file_id"]:
         print(f"lines without an answer: {errors}", file=sys.stderr)
     return 0 if batch["status"] == "completed" and not counts["failed"] else EXIT_ERRORS

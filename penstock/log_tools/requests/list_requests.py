@@ -167,6 +167,11 @@ def _phase(request: RequestSummary, at_ns: int) -> str:
     return "prompt" if at_ns < request.first_token_ns or not request.first_token_ns else "generating"
 
 
+def _count(request: RequestSummary, tokens: int) -> str:
+    """Nothing where it is not known: only the record of an ended request says how many tokens there are."""
+    return str(tokens) if tokens or request.state not in (QUEUED, RUNNING) else ""
+
+
 _OVER_ERRORS = 4  # columns up to here matter more than the text of errors, whose code has a column
 _CELL = _Column("cell", 4, lambda request, _: "", 2, number=True)  # of a deployment with several
 _THEN = _Column("then", 10, lambda request, _: "", 3)  # of --at
@@ -188,8 +193,8 @@ _COLUMNS = (
     _Column("model", 6, lambda request, _: _one_line(request.model), 7),
     _Column("worker", 17, lambda request, _: _one_line(" → ".join(request.workers)), 5),
     _Column("prompt", 6, lambda request, _: str(request.prompt_tokens), 6, number=True),
-    _Column("cached", 6, lambda request, _: str(request.cached_tokens), 9, number=True),
-    _Column("out", 5, lambda request, _: str(request.completion_tokens), 4, number=True),
+    _Column("cached", 6, lambda request, _: _count(request, request.cached_tokens), 9, number=True),
+    _Column("out", 5, lambda request, _: _count(request, request.completion_tokens), 4, number=True),
     _Column("ttft", 9, lambda request, _: span(request.ttft_ms), 8, number=True),
     _Column("duration", 9, lambda request, _: span(request.duration_ms), 2, number=True),
     *_MADE_WITH,

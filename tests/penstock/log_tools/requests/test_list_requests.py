@@ -342,6 +342,13 @@ def test_lines_have_columns_that_fit_and_cut_only_the_last(width: int) -> None:
     assert [re.sub("\x1b\\[[0-9;]*m", "", line).rstrip() for line in coloured] == [line.rstrip() for line in plain]
 
 
+def test_tokens_that_no_record_has_yet_are_left_out() -> None:
+    made = [RequestSummary(f"id-{state:>33}", "m", state, 10**18, prompt_tokens=7) for state in ("running", "done")]
+    running, done = list(lines([RequestLine(each) for each in made], width=200, now_ns=10**18))
+    assert running.split()[-1] == "7"
+    assert done.split()[-3:] == ["7", "0", "0"]
+
+
 async def test_summaries_are_those_of_the_records(bus: Bus) -> None:
     for number in range(12):
         await end(bus, await accept(bus), 1, code="" if number % 4 else "internal")
