@@ -124,7 +124,7 @@ def short() -> None:
     from tests.gpu.beside import config
     from tests.gpu.native import ask, drive, large
 
-    options = NativeOptions(max_running=64, max_batched_tokens=8192, max_model_len=4096, warm=True)
+    options = NativeOptions(max_running=256, max_batched_tokens=8192, max_model_len=4096, warm=True)
     for name, sizes in (("graphs", prompt_graphs.ROWS), ("launched one by one", ())):
         with mock.patch.object(prompt_graphs, "ROWS", sizes):
             engine = assemble(describe(large(config("8b"))), options)
@@ -134,7 +134,7 @@ def short() -> None:
             times = [drive(engine, ask(1, tokens, 1, 128256, next(seeds)))[0] for _ in range(9)]
             found.append(f"{tokens} tokens {statistics.median(times) * 1e3:.1f} ms")
         print(f"{name}: {', '.join(found)}", flush=True)
-        for running in (1, 32, 60):
+        for running in (1, 60, 200):
             for request in ask(running, 256, 400, 128256, next(seeds)):
                 engine.submit(request)
             took: dict[bool, list[float]] = {False: [], True: []}

@@ -51,7 +51,6 @@ from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
 from penstock.workers.engines.native.cuda.prompt_graphs import (
     CAPTURE,
     DECODES,
-    PROMPTS,
     SPLITS,
     GraphInputs,
     PromptGraphs,
@@ -216,10 +215,6 @@ class CudaExecutor:
         self._tables = numbers[:-table_rows].view(tables, table_rows, width)
         self._shifts = None if places is None else numbers[-table_rows:]
         self._latest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
-        self.continued: ContinuedStates | None = None
-        if continued is not None:
-            most = max(max_rows, DECODES + PROMPTS)
-            self.continued = ContinuedStates(model.forward, continued, rows=most, targets=table_rows + 1)
         self._scratch = make_scratch(
             pool.shape, model.heads, max_rows, device, invariant, parts=min(DECODES, max_rows) * SPLITS
         )
@@ -230,6 +225,10 @@ class CudaExecutor:
         self._prompt_graphs = PromptGraphs(
             self._upload, 4 * aligned, tile_rows(model.dtype), 0 if invariant else max_batched_tokens, max_rows
         )
+        self.continued: ContinuedStates | None = None
+        if continued is not None:
+            most = max(max_rows, self._prompt_graphs.wanted(max_batched_tokens))
+            self.continued = ContinuedStates(model.forward, continued, rows=most, targets=table_rows + 1)
         if adapters is not None:
             most = max(max_rows, *self._prompt_graphs.sizes, 0)
             adapters.place(self._upload, 4 * aligned + self._prompt_graphs.size, most)
@@ -329,8 +328,9 @@ class CudaExecutor:
         graphs, group = self._prompt_graphs, self.model.group
 
         def forward(inputs: GraphInputs) -> Tensor:
-            tiles = PromptTiles(inputs.tiles, decode_positions=inputs.decode_positions, splits=SPLITS)
             decodes, wanted = len(inputs.decode_positions), inputs.wanted.to(torch.int64)
+            splits = SPLITS if decodes <= DECODES else 1
+            tiles = PromptTiles(inputs.tiles, decode_positions=inputs.decode_positions, splits=splits)
             return self._forward(inputs.tokens, inputs.table_rows, inputs.positions, decodes, tiles, wanted)
 
         try:

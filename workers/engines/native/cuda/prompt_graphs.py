@@ -19,8 +19,8 @@ from penstock.workers.engines.native.model.pool import free_bytes
 ROWS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, *range(768, 2561, 128))
 SMALL = 640  # rows of graphs that are captured whatever memory there is
 GRAPH_SHARE = 0.125  # of the free memory, for the activations of the largest graph. All others use the same
-DECODES = 64  # leading rows that can be decoded
-SPLITS = 4  # of the keys of a decoded row
+DECODES, MOST_DECODES = 64, 256  # leading rows that can be decoded: half of all, within these. Each costs its logits
+SPLITS = 4  # of the keys of a decoded row where so few are
 CAPTURE = "thread_local"  # other threads, as NCCL's, may use the device meanwhile
 PROMPTS = 8  # tiles in addition to those that the rows fill,
 PROMPT_ROWS = 64  # or one for each so many rows
@@ -67,19 +67,26 @@ class PromptGraphs:
 
     def __init__(self, upload: Upload, offset: int, tile_rows: int, max_tokens: int, max_decodes: int) -> None:
         self._upload, self._tile_rows = upload, tile_rows
-        self.sizes = [rows for rows in ROWS if rows <= max_tokens]
+        self.sizes: list[int] = [rows for rows in ROWS if rows <= max_tokens]
         self.graphs: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
-        self._decodes = min(DECODES, max_decodes)
-        self._wanted = self._decodes + PROMPTS
-        most = self.sizes[-1] if self.sizes else 0
-        lengths = (most, most, most, self._decodes, self._wanted, 4 * self._tiles(most))
+        self._max_decodes = min(MOST_DECODES, max_decodes)
         starts = [offset]
-        for length in lengths:
+        for length in self._lengths(self.sizes[-1] if self.sizes else 0):
             starts.append(starts[-1] + -(-length // 16) * 16)
         self._starts, self.size = starts[:-1], starts[-1] - offset
 
     def _tiles(self, rows: int) -> int:
         return -(-rows // self._tile_rows) + max(PROMPTS, rows // PROMPT_ROWS)
+
+    def _decodes(self, rows: int) -> int:
+        return min(max(DECODES, rows // 2), rows, self._max_decodes)
+
+    def wanted(self, rows: int) -> int:
+        """The most rows whose logits a graph computes."""
+        return self._decodes(rows) + PROMPTS
+
+    def _lengths(self, rows: int) -> tuple[int, ...]:
+        return (rows, rows, rows, self._decodes(rows), self.wanted(rows), 4 * self._tiles(rows))
 
     def affordable(self, forward: Callable[[GraphInputs], Tensor]) -> int:
         """Rows of a graph whose activations, which it keeps, take ``GRAPH_SHARE`` of the free memory.
@@ -136,9 +143,9 @@ class PromptGraphs:
         self.graphs.clear()
 
     def inputs(self, size: int) -> GraphInputs:
-        lengths = (size, size, size, min(self._decodes, size), self._wanted, 4 * self._tiles(size))
         tokens, table_rows, positions, decode_positions, wanted, tiles = (
-            self._upload.device[start : start + length] for start, length in zip(self._starts, lengths, strict=True)
+            self._upload.device[start : start + length]
+            for start, length in zip(self._starts, self._lengths(size), strict=True)
         )
         return GraphInputs(tokens, table_rows, positions, decode_positions, wanted, tiles.view(-1, 4))
 
@@ -146,23 +153,23 @@ class PromptGraphs:
         """The rows of the smallest graph that computes a step; 0: none does."""
         if not self.graphs or packed.media or packed.scored or packed.long or packed.placed:
             return 0
-        if packed.decodes > self._decodes or len(packed.drawn) > self._wanted:
-            return 0
+        needed = (len(packed.tokens), packed.decodes, len(packed.drawn), len(packed.tiles))
         for size in self.sizes:
-            if size >= len(packed.tokens):
-                return size if len(packed.tiles) <= self._tiles(size) else 0
+            room = (size, self._decodes(size), self.wanted(size), self._tiles(size))
+            if all(count <= most for count, most in zip(needed, room, strict=True)):
+                return size
         return 0
 
     def put(self, packed: Packed, size: int) -> None:
         """Add a step's inputs to the upload."""
         put, starts = self._upload.put, self._starts
         padding = size - len(packed.tokens)
-        decodes = min(self._decodes, size)
+        decodes = self._decodes(size)
         put(packed.tokens + [0] * padding, starts[0])
         put(packed.table_rows + [0] * padding, starts[1])
         put(packed.positions + [-1] * padding, starts[2])
         put(packed.positions[: packed.decodes] + [-1] * (decodes - packed.decodes), starts[3])
-        put(packed.drawn + [0] * (self._wanted - len(packed.drawn)), starts[4])
+        put(packed.drawn + [0] * (self.wanted(size) - len(packed.drawn)), starts[4])
         tiles = [number for tile in packed.tiles for number in tile]
         put(tiles + [0] * (4 * self._tiles(size) - len(tiles)), starts[5])
 

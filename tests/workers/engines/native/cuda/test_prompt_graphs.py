@@ -10,7 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.workers.engines.native.cuda import prompt_graphs
 from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.packing import Packed
-from penstock.workers.engines.native.cuda.prompt_graphs import DECODES, PROMPTS, SMALL, PromptGraphs, unowned
+from penstock.workers.engines.native.cuda.prompt_graphs import (
+    DECODES,
+    MOST_DECODES,
+    PROMPTS,
+    SMALL,
+    PromptGraphs,
+    unowned,
+)
 
 OFFSET, TILE = 64, 128
 CPU = torch.device("cpu")
@@ -48,13 +55,20 @@ def test_the_smallest_graph_with_enough_rows_computes_a_step(graphs: PromptGraph
 
 
 def test_a_step_with_more_than_a_graph_has_room_for_is_computed_without_one(graphs: PromptGraphs) -> None:
-    assert graphs.fit(step(DECODES, 40))
-    assert not graphs.fit(step(DECODES + 1, 40))
+    assert graphs.fit(step(MOST_DECODES, 250))
+    assert not graphs.fit(step(MOST_DECODES + 1, 250))
     assert graphs.fit(step(0, *[10] * PROMPTS))
     assert not graphs.fit(step(0, *[1] * (2 * PROMPTS + 1)))
     image = step(0, 40)
     image.media = [(3, 0)]
     assert not graphs.fit(image)
+
+
+def test_many_decoded_rows_beside_a_prompt_take_a_graph_of_twice_as_many(graphs: PromptGraphs) -> None:
+    steps = (step(DECODES, 40), step(DECODES + 1, 40), step(130, 20), step(200, 20))
+    assert [graphs.fit(each) for each in steps] == [128, 192, 320, 448]
+    few: Any = PromptGraphs(Upload(1 << 14, CPU), OFFSET, TILE, 512, 16)  # that many can run at once
+    assert [len(few.inputs(size).decode_positions) for size in (32, 512)] == [16, 16]
 
 
 def test_steps_of_a_few_hundred_tokens_each_fit_a_graph_until_computing_takes_longer_than_launching() -> None:
@@ -77,7 +91,7 @@ def test_what_a_step_does_not_use_is_padding(graphs: PromptGraphs, upload: Uploa
     inputs = graphs.inputs(192)
     assert inputs.tokens.tolist() == packed.tokens + [0] * 40
     assert inputs.positions.tolist() == packed.positions + [-1] * 40
-    assert inputs.decode_positions.tolist() == [50, 50] + [-1] * (DECODES - 2)
+    assert inputs.decode_positions.tolist() == [50, 50] + [-1] * (192 // 2 - 2)
     assert inputs.wanted.tolist()[:3] == [0, 1, 151]
     assert inputs.tiles.tolist()[:3] == [[2, 0, 128, 3], [130, 128, 22, 3], [0, 0, 0, 0]]
     assert not inputs.tiles[2:].any()
