@@ -51,6 +51,7 @@ SLOWEST = 16_384  # bytes per second of a body, beyond the time that every body 
 MAX_LINE = 8_192  # bytes of one header, or of the request line
 
 _PLAIN_PATH = re.compile(rb"/[A-Za-z0-9/_.~-]*")  # the whole of a URL that needs no parser
+_PROBE = re.compile(rb"(?:GET|HEAD) /(?:health(?:/live|/ready)?|ping|metrics) HTTP/1\.[01]\r\n")
 _UPGRADE = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c)", re.IGNORECASE)
 
 _json = msgspec.json.encode
@@ -273,7 +274,8 @@ class HttpConnection(HttpToolsProtocol):
         self._body_bytes = 0
         self._overhead_bytes = 0  # since the last of the body: extensions of chunks, trailers
         self._ended = False  # a request has arrived whole with what was received last
-        self._refusal: ServingError | None = None  # sent in answer to whatever comes
+        self._refusal: ServingError | None = None  # sent in answer to whatever comes, but a probe
+        self._probed = False  # a probe is answered beyond the limit of connections, and nothing behind it
         self._refused_at = 0.0  # when an error was sent that ends the connection
         self._last_error: ServingError | None = None  # sent behind the open answers; nothing more is read
         self.cycle: AsgiCycle = None  # type: ignore[assignment]  # the newest request
@@ -312,8 +314,12 @@ class HttpConnection(HttpToolsProtocol):
         if self._closing:
             return
         if self._refusal is not None:
-            self.refuse(self._refusal)
-            return
+            # Refused, a probe would have Kubernetes restart a gateway whose connections are all in use.
+            self._probed = _PROBE.match(data) is not None
+            if not self._probed:
+                self.refuse(self._refusal)
+                return
+            self._refusal = None
         self._kept_since = 0.0
         if self._receiving:
             self._small = False
@@ -393,7 +399,7 @@ class HttpConnection(HttpToolsProtocol):
             SCOPE: self,  # type: ignore[misc]
         }
         server = self._server
-        keep_alive = version != "1.0" and not server.draining and self.parser.should_keep_alive()
+        keep_alive = version != "1.0" and not (server.draining or self._probed) and self.parser.should_keep_alive()
         if server.to_move and keep_alive and not self.pipeline:
             keep_alive = not server.moves(self)
         earlier, cycle = self.cycle, AsgiCycle(self, keep_alive=keep_alive)

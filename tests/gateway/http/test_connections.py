@@ -480,6 +480,20 @@ async def test_connections_beyond_the_limit_are_refused_and_room_comes_back(serv
             assert status(await reader.readuntil(b"\r\n\r\n0")) == 200
 
 
+@pytest.mark.parametrize("path", [b"/health/live", b"/health/ready", b"/health", b"/metrics"])
+async def test_probes_and_scrapes_are_answered_once_beyond_the_limit(serve: Serve, path: bytes) -> None:
+    serving = await serve(connections=1)
+    probe = b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path
+    async with asyncio.timeout(10), serving.client(GET) as (reader, _):
+        await reader.readuntil(b"\r\n\r\n0")
+        for more in (b"", GET):
+            async with serving.client(probe + more) as (answer, _):
+                whole = await everything(answer)
+            assert status(whole) == 200
+            assert whole.lower().count(b"connection: close") == whole.count(b"HTTP/1.1 ") == 1
+        assert status(await serving.ask(GET.replace(b"GET /", b"GET /metricsx"))) == 503
+
+
 async def test_refused_connections_that_stay_do_not_add_up(serve: Serve) -> None:
     serving = await serve(connections=1, header_s=1.0)
     async with asyncio.timeout(20):
