@@ -2,12 +2,21 @@
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import sys
 from pathlib import Path
 
 BACKLOG = 2048
 _RESERVED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 class CannotListen(Exception):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import time
 from collections import defaultdict
@@ -18,6 +17,7 @@ from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.nats_server.apply_streams import begins_too_late
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_info, request
+from penstock.infra.process.sockets import is_loopback
 from penstock.launch.readiness import _SAMPLE, get, get_url, metrics
 from penstock.launch.state import DeploymentState
 from penstock.operate.doctor.finding import (
@@ -229,14 +229,6 @@ def _connections(gateway: str, status: int, page: bytes) -> list[CheckResult]:
         text = f"{gateway} has refused {counted(refused, 'connection')} beyond its limits since its start"
         findings.append(warning("gateway", text, "raise --max-connections, or add gateways"))
     return findings
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 async def check_fleet(bus: Bus, state: DeploymentState | None, cell: int = 0) -> list[CheckResult]:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.run_gateway import listening_sockets
-from penstock.infra.process.sockets import CannotListen, bind, cannot_listen, claim, listening, own_sockets
+from penstock.infra.process.sockets import CannotListen, bind, cannot_listen, claim, is_loopback, listening, own_sockets
 from penstock.launch.machine import Listeners, held_run
 
 
@@ -150,3 +150,8 @@ def test_a_lone_gateway_of_a_chosen_number_leaves_the_port_behind_its_own_to_oth
     finally:
         one.close()
         two.close()
+
+
+def test_loopback_is_what_only_this_machine_reaches() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "example.com", "localhost.example.com", "")))

@@ -25,6 +25,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
 from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.process.sockets import is_loopback
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import AUTO
 from penstock.schemas.kv import KvEvent
@@ -146,6 +147,7 @@ class CompletionServer:
             auth=(parsed.username, parsed.password) if parsed.userinfo else None,
             timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=not is_loopback(parsed.host),  # no proxy (HTTP_PROXY) reaches a server of this machine
         )
 
     async def models(self) -> dict[str, int]:

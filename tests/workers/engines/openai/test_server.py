@@ -461,6 +461,17 @@ def test_a_variable_s_key_ends_before_its_line_feed(
     assert far.keys == ["Bearer of-a-variable"]
 
 
+def test_no_proxy_is_asked_for_a_server_of_this_machine(
+    far: Played, drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    drive()
+    assert len(far.keys) == 1
+
+
 def test_a_password_in_the_url_is_sent_and_not_shown(
     far: Played, drive: Callable[..., Driver], capsys: pytest.CaptureFixture[str]
 ) -> None:
