@@ -17,6 +17,8 @@ from typing import Protocol
 
 import structlog
 
+from penstock.infra.process.child import bound_log
+
 log = structlog.get_logger("broker")
 
 FULL = b"no space left on device"
@@ -116,6 +118,8 @@ class DiskWatch:
             file.seek(self._read)
             new = file.read(1 << 20)
         self._read += len(new)
+        if bound_log(self._server.log_path):
+            self._read = 0
         *lines, self._rest = (self._rest + new).split(b"\n")
         gone = b"[%d] " % (self._ending or 0)
         return any(FULL in line and not line.startswith(gone) for line in lines)

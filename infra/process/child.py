@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +39,28 @@ def die_with_parent() -> Callable[[], None] | None:
     return apply
 
 
-_ROTATE_BYTES = 32 << 20
+LOG_BYTES = 32 << 20  # then a log becomes ``.log.1``, and that one is gone
 _LINE_BYTES = 1 << 20
+
+
+def bound_log(path: Path) -> bool:
+    """Move the content of a log that has reached ``LOG_BYTES`` to ``.log.1``; whether it had.
+
+    Its process goes on to append to the same file, so what it writes during the copy is lost; if the disk is full, so
+    is the rest.
+    """
+    before = path.with_suffix(".log.1")
+    try:
+        if path.stat().st_size <= LOG_BYTES:
+            return False
+        try:
+            shutil.copyfile(path, before)
+        except OSError:
+            before.unlink(missing_ok=True)
+        os.truncate(path, 0)
+    except OSError:  # it does not exist, or is not ours
+        return False
+    return True
 
 
 class Process:
@@ -81,11 +102,9 @@ class Process:
     async def start(self) -> None:
         assert not self.pid, f"{self.name} is already running"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        bound_log(self.log_path)
         with contextlib.suppress(FileNotFoundError):
             self._log_start = self.log_path.stat().st_size
-            if self._log_start > _ROTATE_BYTES:
-                self.log_path.replace(self.log_path.with_suffix(".log.1"))
-                self._log_start = 0
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command(),

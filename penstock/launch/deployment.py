@@ -38,7 +38,7 @@ from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, Loc
 from penstock.infra.nats_server.disk import DiskWatch
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.infra.process.child import Process
+from penstock.infra.process.child import Process, bound_log
 from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
@@ -220,6 +220,7 @@ _POLL_S = 0.05
 _CELL_FAILURES = (ServerFailed, BrokerProblem, CannotListen, DataDirBusy, DataDirUnusable, OSError)  # of a further cell
 ADDED_READY_S = 60.0  # for a gateway that was added
 ADD_AGAIN_S = 60.0  # after one could not be added
+LOGS_S = 10.0  # between two looks at the sizes of logs
 ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this, so that its requests wait for at most 5 s
 
 
@@ -547,6 +548,7 @@ class Deployment:
         self._ready = True
         self._write_state()
         self._change(self._balance(), name="balance")
+        self._change(self._bound_logs(), name="logs")
         if not self._gateways.is_fixed:
             self._change(self._scale_gateways(), name="gateways")
 
@@ -672,6 +674,14 @@ class Deployment:
                 if keeper.child.name == name:
                     keeper.child.terminate()  # it finishes what it runs, and starts again
             since.clear()
+
+    async def _bound_logs(self) -> None:
+        """Those of processes; the brokers' are bounded by ``DiskWatch``."""
+        while True:
+            await asyncio.sleep(LOGS_S)
+            for keeper in [*self._keepers]:
+                if isinstance(keeper.child, Process):
+                    await asyncio.to_thread(bound_log, keeper.child.log_path)
 
     # --- as many gateways as the load needs ---
 

@@ -21,6 +21,7 @@ import structlog.testing
 
 from penstock.infra.nats_server import disk
 from penstock.infra.nats_server.disk import DiskWatch
+from penstock.infra.process import child
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -119,6 +120,21 @@ def test_one_message_counts_once_wherever_a_look_cuts_the_log(tmp_path: Path, fr
     watch.look()
     watch.look()
     server.says("\n[INF] started\n")
+    watch.look()
+    assert server.ended == 1
+
+
+def test_the_log_of_the_server_is_bounded_and_what_comes_then_is_read(
+    tmp_path: Path, free: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "LOG_BYTES", 1000)
+    server = Server(tmp_path)
+    watch = DiskWatch(server, clock=iter(range(0, 1000, 100)).__next__)
+    free["bytes"] = 500
+    server.says("[INF] a client\n" * 100)
+    watch.look()
+    assert (server.log_path.stat().st_size, server.log_path.with_suffix(".log.1").stat().st_size > 1500) == (0, True)
+    server.says("[ERR] write /x: no space left on device\n")
     watch.look()
     assert server.ended == 1
 

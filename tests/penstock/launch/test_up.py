@@ -25,9 +25,10 @@ from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.nats_server.datadir import DataDirBusy
-from penstock.infra.process.child import Process
+from penstock.infra.process.child import Process, bound_log
 from penstock.infra.process.signals import RESUME
 from penstock.infra.process.supervisor import Keeper, RestartBackoff
+from penstock.launch import deployment
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
 from penstock.launch.plan import PlannedProcess, plan, sized
@@ -501,6 +502,32 @@ async def test_a_child_ends_although_nobody_reads_what_is_echoed_and_the_disk_is
         async with asyncio.timeout(30):
             assert await child.wait() == 0
     assert child.log_path.exists()
+
+
+async def test_the_logs_of_running_processes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment, "LOGS_S", 0.05)
+    monkeypatch.setattr("penstock.infra.process.child.LOG_BYTES", 1000)
+    up = Up(up_settings(tmp_path))
+    await up.ready()
+    log = tmp_path / "data" / "logs" / "worker-0.log"
+    with log.open("ab") as file:
+        file.write(b"x" * 2000)
+        file.flush()
+        await until(lambda: log.stat().st_size == 0)
+        file.write(b"more")
+    assert log.read_bytes() == b"more"
+    assert log.with_suffix(".log.1").read_bytes().endswith(b"x" * 2000)
+    assert await up.stop() == 0
+
+
+def test_a_log_is_emptied_although_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.infra.process.child.LOG_BYTES", 1000)
+    log = tmp_path / "x.log"
+    log.write_bytes(b"x" * 1001)
+    log.with_suffix(".log.1").symlink_to("/dev/full")
+    assert bound_log(log)
+    assert log.stat().st_size == 0
+    assert not bound_log(log)
 
 
 @given(st.lists(st.floats(min_value=0, max_value=29), min_size=1, max_size=20))
