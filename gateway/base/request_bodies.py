@@ -2,8 +2,8 @@
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,6 +25,61 @@ _LONGEST = 400  # characters of a decoder's message, which may quote the client'
 def invalid(field: str | None, message: str) -> ServingError:
     """A value that the API does not allow."""
     return ServingError(Code.invalid_request, message, param=field)
+
+
+class _Listed(Protocol):
+    @property
+    def id(self) -> str | None: ...
+
+
+T = TypeVar("T", bound=_Listed)
+
+
+class ListPage(NamedTuple, Generic[T]):
+    """A part of a list, with the fields of the APIs. ``has_more``: in the direction that was asked for."""
+
+    data: list[T]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+def page_of(
+    items: Iterable[T], query: Mapping[str, str], *, default: int, most: int, after: str = "after", before: str = ""
+) -> ListPage[T]:
+    """
+    Args:
+        items: all, the newest first.
+        query: of the URL: ``limit``, and the id behind or before which the page is. Without ``before``, also ``order``.
+        default, most: of ``limit``.
+        after, before: the names of those ids; "": there is none.
+    Raises:
+        ServingError: invalid_request, with the parameter.
+    """
+    text, order = query.get("limit", str(default)), "desc" if before else query.get("order", "desc")
+    limit = int(text) if re.fullmatch("[0-9]{1,5}", text) else 0
+    if not 1 <= limit <= most:
+        raise invalid("limit", f"limit is {text[:40]!r}; it must be 1 to {most}")
+    if order not in ("asc", "desc"):
+        raise invalid("order", f"order {order[:20]!r} must be 'asc' or 'desc'")
+    ordered = list(items) if order == "desc" else [*items][::-1]
+    places = {item.id: place for place, item in enumerate(ordered)}
+    named = {field: query[field] for field in (after, before) if field and query.get(field)}
+    if len(named) > 1:
+        raise invalid(before, f"{after} and {before} exclude each other")
+    for field, name in named.items():
+        if name not in places:
+            raise invalid(field, f"{field} {name[:200]!r} is the id of none of them; take it from the page before")
+    if before in named:
+        end = places[named[before]]
+        start = max(end - limit, 0)
+        more = start > 0
+    else:
+        start = places[named[after]] + 1 if named else 0
+        end = min(start + limit, len(ordered))
+        more = end < len(ordered)
+    page = ordered[start:end]
+    return ListPage(page, more, page[0].id if page else None, page[-1].id if page else None)
 
 
 def unsupported(field: str, message: str) -> ServingError:

@@ -36,7 +36,7 @@ from penstock.gateway.access.authentication import ANYONE, CALLER, Caller, audit
 from penstock.gateway.apis.chat.tokenization import detokenize, tokenize, tokenizer_info
 from penstock.gateway.apis.embeddings import EMBEDDINGS_PATH, RERANK_PATH, SCORE_PATH
 from penstock.gateway.apis.images import IMAGE_PATHS
-from penstock.gateway.apis.messages.objects import MessagesModel, message_error, messages_status, model_page
+from penstock.gateway.apis.messages.objects import PAGE_LIMITS, MessagesModel, ModelPage, message_error, messages_status
 from penstock.gateway.apis.messages.prepare_message import count_message
 from penstock.gateway.apis.ollama.render import OllamaError
 from penstock.gateway.base.chat_objects import CancelResponse, error_body, stopping
@@ -48,6 +48,7 @@ from penstock.gateway.base.request_bodies import (
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     RESPONSE,
+    page_of,
 )
 from penstock.gateway.batches.driver import Batches
 from penstock.gateway.http import request_list
@@ -456,7 +457,8 @@ class _Api:
     async def models(self, request: Request) -> Response:
         caller = caller_of(request.scope)
         if asks_anthropic(request.scope):
-            return _reply(model_page(list(self._for_messages(caller).values()), request.query_params))
+            page = page_of(self._for_messages(caller).values(), request.query_params, **PAGE_LIMITS)
+            return _reply(ModelPage(**page._asdict()))
         return _reply({"object": "list", "data": list(self._cards(caller).values())})
 
     async def model(self, request: Request) -> Response:

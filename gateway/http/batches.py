@@ -2,29 +2,27 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from penstock.gateway.access.authentication import Caller, caller_of
-from penstock.gateway.apis.messages.objects import page_of
-from penstock.gateway.base.request_bodies import decode_body, invalid
+from penstock.gateway.apis.messages.objects import PAGE_LIMITS
+from penstock.gateway.base.request_bodies import decode_body, invalid, page_of
 from penstock.gateway.batches.batch import (
     ENDPOINTS,
     MESSAGE_BATCH,
     MESSAGES_PATH,
     RESULTS_KEPT_S,
     BatchList,
-    BatchObject,
     DeletedFile,
     DeletedMessageBatch,
     ExpiresAfter,
     FileList,
-    FileObject,
     MessageBatchPage,
     batch_object,
     check_metadata,
@@ -56,7 +54,6 @@ MAX_UNFINISHED = 100  # batches of a tenant
 TRIES = 20  # to cancel a batch whose driver changes its entry meanwhile
 
 _json = msgspec.json.encode
-T = TypeVar("T", FileObject, BatchObject)
 _NS = 1_000_000_000
 
 
@@ -158,7 +155,7 @@ class FilesAndBatches:
         caller, purpose = caller_of(request.scope), request.query_params.get("purpose")
         found = [each for each in self._store.of(caller.sees, StoredFile) if isinstance(each, StoredFile)]
         objects = [file_object(each) for each in found if purpose in (None, each.purpose)]
-        return _reply(FileList(*_page(objects, request, default=1000, most=10_000)))
+        return _reply(FileList(**page_of(objects, request.query_params, default=1000, most=10_000)._asdict()))
 
     async def file(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -230,7 +227,8 @@ class FilesAndBatches:
 
     async def batches(self, request: Request) -> Response:
         found = self._listed(request, messages=False)
-        return _reply(BatchList(*_page([batch_object(each) for each in found], request, default=20, most=100)))
+        page = page_of(map(batch_object, found), request.query_params, default=20, most=100)
+        return _reply(BatchList(**page._asdict()))
 
     async def batch(self, request: Request) -> Response:
         return _reply(batch_object(await self._found(request)))
@@ -299,7 +297,7 @@ class FilesAndBatches:
     async def message_batches(self, request: Request) -> Response:
         base = base_url(request.scope, self._gateway)
         found = [message_batch(each, base) for each in self._listed(request, messages=True)]
-        return _reply(MessageBatchPage(*page_of(found, request.query_params)))
+        return _reply(MessageBatchPage(**page_of(found, request.query_params, **PAGE_LIMITS)._asdict()))
 
     async def message_batch(self, request: Request) -> Response:
         return self._shown(request, await self._found_messages(request))
@@ -360,31 +358,6 @@ def _expiry(fields: dict[str, str]) -> ExpiresAfter | None:
     if not re.fullmatch("[0-9]{1,9}", seconds) or fields.get("expires_after[anchor]") != "created_at":
         raise invalid("expires_after", "expires_after needs the anchor 'created_at', and seconds as a number")
     return ExpiresAfter("created_at", int(seconds))
-
-
-def _page(
-    objects: Sequence[T], request: Request, *, default: int, most: int
-) -> tuple[list[T], str | None, str | None, bool]:
-    """Those on a page, the first id, the last id, and whether there are more.
-
-    Raises:
-        ServingError: a parameter is wrong.
-    """
-    query = request.query_params
-    limit, after, order = query.get("limit", str(default)), query.get("after"), query.get("order", "desc")
-    if not re.fullmatch("[0-9]{1,5}", limit) or not 1 <= int(limit) <= most:
-        raise invalid("limit", f"limit {limit[:20]!r} must be a number from 1 to {most}")
-    if order not in ("asc", "desc"):
-        raise invalid("order", f"order {order[:20]!r} must be 'asc' or 'desc'")
-    ordered = list(objects if order == "desc" else reversed(objects))
-    start = 0
-    if after:
-        start = next((at + 1 for at, each in enumerate(ordered) if each.id == after), -1)
-        if start < 0:
-            raise invalid("after", f"after {after[:80]!r} is the id of none of them")
-    page = ordered[start : start + int(limit)]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return page, first, last, start + int(limit) < len(ordered)
 
 
 def _reply(value: Any) -> Response:

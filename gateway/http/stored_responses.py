@@ -15,7 +15,7 @@ from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemLi
 from penstock.gateway.apis.responses.objects import Response as ResponseObject
 from penstock.gateway.apis.responses.record import PREFIX, input_items, read_stored
 from penstock.gateway.apis.responses.render import ResponseBuilder, response
-from penstock.gateway.base.request_bodies import RESPONSE, invalid
+from penstock.gateway.base.request_bodies import RESPONSE, invalid, page_of
 from penstock.gateway.http.answers import JSON, HttpExchange, Responder, answer_text, id_headers, send_error
 from penstock.gateway.http.asgi import Receive, Scope, Send
 from penstock.gateway.http.request_list import running_progress
@@ -153,7 +153,8 @@ class StoredResponses:
         for turn in turns:
             items += [*input_items(turn.id, turn.input), *turn.output]
         items += input_items(PREFIX + found.request.id, stored.body.input or ())
-        return _reply(_json(_page(items, request)))
+        page = page_of(items[::-1], request.query_params, default=PAGE, most=MOST)
+        return _reply(_json(InputItemList(**page._asdict())))
 
     async def _find(self, request: Request, *, deleted: bool = False) -> StoredRequest:
         """
@@ -211,28 +212,6 @@ async def _detokenizer(gateway: Gateway, request: GenerateRequest) -> Detokenize
     detokenizer = await gateway.fleet.detokenizer(request)
     assert detokenizer is not None
     return detokenizer
-
-
-def _page(items: list[InputItem], request: Request) -> InputItemList:
-    """
-    Raises:
-        ServingError: a parameter is wrong.
-    """
-    query = request.query_params
-    limit, order, after = query.get("limit", str(PAGE)), query.get("order", "desc"), query.get("after")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MOST):
-        raise invalid("limit", f"limit {limit[:20]!r} must be a number from 1 to {MOST}")
-    if order not in ("asc", "desc"):
-        raise invalid("order", f"order {order[:20]!r} must be 'asc' or 'desc'")
-    ordered = items if order == "asc" else items[::-1]
-    start = 0
-    if after:
-        start = next((at + 1 for at, item in enumerate(ordered) if item.id == after), -1)
-        if start < 0:
-            raise invalid("after", f"after {after[:80]!r} is the id of no item of this response")
-    page = ordered[start : start + int(limit)]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return InputItemList(page, first, last, start + int(limit) < len(ordered))
 
 
 def _reply(body: bytes) -> Response:

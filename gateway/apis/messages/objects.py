@@ -1,12 +1,10 @@
 """Messages, content blocks, events and models of the Messages API."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.gateway.apis.messages.bodies import THREAD
-from penstock.gateway.base.request_bodies import invalid
 from penstock.schemas.errors import Code, ServingError
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -114,51 +112,8 @@ class ModelPage(Struct, frozen=True):
     last_id: str | None
 
 
-MODELS_LIMIT, MOST_MODELS = 20, 1000  # of a page
-
-
-class _Listed(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-T = TypeVar("T", bound=_Listed)
-
-
-def model_page(models: Sequence[MessagesModel], query: Mapping[str, str]) -> ModelPage:
-    """As ``page_of``."""
-    return ModelPage(*page_of(models, query))
-
-
-def page_of(items: Sequence[T], query: Mapping[str, str]) -> tuple[list[T], bool, str | None, str | None]:
-    """Those on a page, whether there are more in the direction that was asked for, the first id and the last.
-
-    Args:
-        query: ``limit``, and ``after_id`` or ``before_id``, as in the URL.
-    Raises:
-        ServingError: invalid_request, with the parameter.
-    """
-    text = query.get("limit", str(MODELS_LIMIT))
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MOST_MODELS)) else 0
-    if not 1 <= limit <= MOST_MODELS:
-        raise invalid("limit", f"limit is {text[:40]!r}; it must be 1 to {MOST_MODELS}")
-    after, before = query.get("after_id"), query.get("before_id")
-    if after is not None and before is not None:
-        raise invalid("before_id", "after_id and before_id exclude each other")
-    places = {item.id: place for place, item in enumerate(items)}
-    for field, name in (("after_id", after), ("before_id", before)):
-        if name is not None and name not in places:
-            raise invalid(field, f"{field} {name[:200]!r} is the id of none of them; take it from the page before")
-    if before is not None:
-        end = places[before]
-        start = max(end - limit, 0)
-        more = start > 0
-    else:
-        start = places[after] + 1 if after is not None else 0
-        end = min(start + limit, len(items))
-        more = end < len(items)
-    page = list(items[start:end])
-    return page, more, page[0].id if page else None, page[-1].id if page else None
+# Of models and batches.
+PAGE_LIMITS: dict[str, Any] = {"default": 20, "most": 1000, "after": "after_id", "before": "before_id"}
 
 
 class ErrorDetails(Struct, frozen=True):

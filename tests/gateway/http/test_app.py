@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from penstock.gateway.apis.messages.objects import MessagesModel, model_page
+from penstock.gateway.apis.messages.objects import PAGE_LIMITS, MessagesModel
+from penstock.gateway.base.request_bodies import page_of
 from penstock.gateway.http.app import ELSEWHERE, no_endpoint
 from penstock.gateway.http.openapi import OPERATIONS
 from penstock.schemas.errors import Code, ServingError
@@ -77,9 +78,23 @@ MODELS = [MessagesModel(f"m{number}", "", "") for number in range(7)]
 
 
 def names(**query: str) -> tuple[list[str], bool]:
-    page = model_page(MODELS, query)
+    page = page_of(MODELS, query, **PAGE_LIMITS)
     assert (page.first_id, page.last_id) == ((page.data[0].id, page.data[-1].id) if page.data else (None, None))
     return [model.id for model in page.data], page.has_more
+
+
+def test_lists_of_openais_clients_are_the_newest_first_or_the_oldest() -> None:
+    def ids(**query: str) -> tuple[list[str], bool]:
+        page = page_of(MODELS, query, default=4, most=5)
+        return [each.id for each in page.data], page.has_more
+
+    assert ids() == ids(order="desc") == (["m0", "m1", "m2", "m3"], True)
+    assert ids(after="m3") == (["m4", "m5", "m6"], False)
+    assert ids(order="asc", limit="2", after="m5") == (["m4", "m3"], True)
+    for query in ({"limit": "6"}, {"order": "up"}, {"after": "no"}):
+        with pytest.raises(ServingError) as caught:
+            ids(**query)
+        assert caught.value.param == next(iter(query))
 
 
 def test_pages_of_models_have_each_once_in_both_directions() -> None:
@@ -92,7 +107,7 @@ def test_pages_of_models_have_each_once_in_both_directions() -> None:
     assert names(limit="3", before_id="m1") == (["m0"], False)
     for query in ({"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"after_id": "no"}, {"before_id": "no"}):
         with pytest.raises(ServingError) as caught:
-            model_page(MODELS, query)
+            page_of(MODELS, query, **PAGE_LIMITS)
         assert (caught.value.code, caught.value.param) == (Code.invalid_request, next(iter(query)))
     with pytest.raises(ServingError, match="exclude"):
-        model_page(MODELS, {"after_id": "m1", "before_id": "m2"})
+        page_of(MODELS, {"after_id": "m1", "before_id": "m2"}, **PAGE_LIMITS)
