@@ -121,7 +121,7 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
                 unknown += _unknown_within(name, names[name], nested[name])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
-    if endpoint == RESPONSE and (b'"web_search' in data or b'"image_generation"' in data):
+    if endpoint == RESPONSE and any(each in data for each in (b'"web_search', b'"image_generation"', b'"grammar"')):
         unknown += _tools_left_out(names)
     if unapplied and (given := names.keys() & unapplied):
         unknown += [name for name in sorted(given) if name in known and bytes(names[name]) != b"null"]

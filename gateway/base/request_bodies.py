@@ -13,7 +13,7 @@ from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.block_hashes import tenant_salt
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import adapter_name
-from penstock.schemas.requests import Priority
+from penstock.schemas.requests import Constraint, Priority
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.subjects import DEFAULT_TENANT
 
@@ -251,6 +251,18 @@ def read_switch(text: str, header: str) -> bool:
     raise ServingError(Code.invalid_request, f"{header} is {text[:40]!r}; use 1 or 0", param=header)
 
 
+class ToolInput(NamedTuple):
+    """What the only argument of a tool, a text, must match.
+
+    Attributes:
+        schema: of the arguments.
+        given: the same as its client wrote it, for errors.
+    """
+
+    schema: dict[str, Any]
+    given: Constraint
+
+
 class PrepareContext(NamedTuple):
     """
     Attributes:
@@ -275,6 +287,7 @@ class PrepareContext(NamedTuple):
         priority: its class if the body names none, and the highest that it may have; None: the body decides.
         own_cache: tenants share no KV; False: this one shares it with the default tenant.
         reasoning_fields: of answers, see ``--reasoning-fields``; "": the default.
+        inputs: by tool that takes one text: what this must match.
         loosened: schemas by tool, in place of those of tools that are not strict and have what cannot be compiled.
         elsewhere: models that generate no text, and the path to ask them at.
         adapter: id of the LoRA adapter that was named in place of the model; "": none was.
@@ -303,6 +316,7 @@ class PrepareContext(NamedTuple):
     elsewhere: Mapping[str, str] = {}
     reasoning_fields: str = ""
     loosened: Mapping[str, Any] = {}
+    inputs: Mapping[str, "ToolInput"] = {}
     api_key: str = ""
     adapter: str = ""
     carries_chat: bool = False

@@ -15,8 +15,20 @@ from penstock.infra.constraints.constraint_grammar import quoted
 from penstock.infra.constraints.llguidance_releases import ESCAPES
 from penstock.infra.constraints.schema_rewriting import kinds, resolved, texts
 from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat
+from penstock.schemas.requests import Constraint
 
-_TEXT_KEYWORDS = {"type", "enum", "const", "title", "description", "default", "examples", "minLength", "maxLength"}
+_TEXT_KEYWORDS = {
+    "type",
+    "enum",
+    "const",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "minLength",
+    "maxLength",
+    "pattern",
+}
 _KEY = re.compile(r"[^<>\n=,()\[\]{}\"']{1,128}")
 
 
@@ -126,6 +138,8 @@ def _alternative(writer: GrammarWriter, schema: dict[str, Any], end: str, *, str
         return f"({' | '.join(quoted('null' if each is None else each) for each in values)}) {writer.literal(end)}"
     if named == ["null"]:
         return f"{quoted('null')} {writer.literal(end)}"
+    if strict and "pattern" in schema:
+        return writer.text_until(end, pattern=_whole(schema))
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     bounded = isinstance(least, int) and isinstance(most, int | None) and (least or most is not None)
     text = writer.text_until(end, pattern=rf"(.|\n){{{least},{'' if most is None else most}}}" if bounded else ANY_TEXT)
@@ -139,6 +153,20 @@ def _alternative(writer: GrammarWriter, schema: dict[str, Any], end: str, *, str
 _DEEPEST = 16  # objects within objects; what is deeper may be anything
 _KEPT = {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "title", "description",
          "default", "examples", "$defs", "definitions", "$ref", "$schema", "$id"}  # fmt: skip
+
+
+def _whole(schema: dict[str, Any]) -> str:
+    """The pattern of a whole text, as of ``lark_expression``.
+
+    Raises:
+        CannotExpress: it is another one.
+    """
+    pattern = schema["pattern"]
+    if not isinstance(pattern, str) or schema.keys() & {"minLength", "maxLength"}:
+        raise CannotExpress("this model writes texts without quotes: 'pattern' is not supported beside their lengths")
+    if not pattern.startswith("^(?:") or not pattern.endswith(")$"):
+        raise CannotExpress("this model writes texts without quotes: a pattern is supported as ^(?:…)$ only")
+    return pattern[1:-1]
 
 
 def notation_object(writer: GrammarWriter, schema: dict[str, Any], quote: str, *, strict: bool) -> str:
@@ -206,7 +234,7 @@ class _Notation:
     def _text(self, schema: dict[str, Any]) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if self._strict and "pattern" in schema:
-            raise CannotExpress("this model's format of calls cannot keep 'pattern'")
+            return f"{self._writer.literal(self._quote)} {self._writer.text_until(self._quote, pattern=_whole(schema))}"
         bounded = isinstance(least, int) and isinstance(most, int | None) and (least or most is not None)
         pattern = rf"(.|\n){{{least},{'' if most is None else most}}}" if bounded else r"(.|\n)*"
         return f"{self._writer.literal(self._quote)} {self._writer.text_until(self._quote, pattern=pattern)}"
@@ -240,11 +268,17 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 class Tool(NamedTuple):
-    """A function that may be called. ``strict``: every keyword of its schema holds, or the request is refused."""
+    """A function that may be called.
+
+    Attributes:
+        strict: every keyword of its schema holds, or the request is refused.
+        given: what its client wrote for the only argument, a text; None: a schema.
+    """
 
     name: str
     parameters: dict[str, Any]
     strict: bool
+    given: Constraint | None = None
 
     def loosened(self, schemas: Mapping[str, Any]) -> "Tool":
         """With the schema of that name, unless it is strict."""

@@ -46,6 +46,9 @@ class ConstraintCheck:
             ServingError: invalid_request: it cannot be compiled; names the field, the tool and the keyword. overloaded:
                 too many wait.
         """
+        for tool in wanted.tools:
+            if tool.given is not None and (own := await self.reason(tool.given, tenant)):
+                raise _refusal(f"tool {tool.name!r}, format.definition: {own}", "tools")
         reason = await self.reason(wanted.constraint, tenant)
         if not reason:
             return {}

@@ -18,6 +18,7 @@ from penstock.infra.constraints.constraint_grammar import CHOICE, GRAMMAR, JSON_
 from penstock.infra.constraints.schema_rewriting import texts_of
 from penstock.infra.text.parsers.families import TABLE
 from penstock.infra.text.parsers.registry import format_tokens
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SPELLED, Constraint, Parsing
 
 STRUCTURAL_TAG = "structural_tag"  # a kind that becomes a grammar here, and never leaves the gateway
@@ -41,10 +42,12 @@ def whole_answer(
     if asked is None and budget is None and not body.tools:
         return "", None, ()
     choice = resolve_tool_choice(body.tool_choice, body.tools, body.parallel_tool_calls)
+    called = parsing.tools if parsing is not None else ""
+    if context.inputs and choice.tools:
+        choice = _with_inputs(choice, context, restricts=bool(called))
     if context.loosened:
         choice = choice._replace(tools=tuple(each.loosened(context.loosened) for each in choice.tools))
     reasoning = _reasoning(parsing, budget)
-    called = parsing.tools if parsing is not None else ""
     if choice.restricts and not called:
         if choice.must:
             raise unsupported(
@@ -74,6 +77,23 @@ def whole_answer(
         raise invalid(field, f"{field}: {error}") from None
     except CannotExpress as error:
         raise unsupported("tools" if with_calls else field, str(error)) from None
+
+
+def _with_inputs(choice: ToolChoice, context: PrepareContext, *, restricts: bool) -> ToolChoice:
+    """A choice of tools whose texts match what their client wrote.
+
+    Args:
+        restricts: calls can be constrained where the model is free to make them.
+    """
+    found = tuple(
+        each._replace(parameters=own.schema, strict=True, given=own.given)
+        if (own := context.inputs.get(each.name)) is not None
+        else each
+        for each in choice.tools
+    )
+    able = context.logits_processors is not None and CONSTRAINT_LARK in context.logits_processors
+    restricts = restricts and able and any(each.given is not None for each in found)
+    return choice._replace(tools=found, restricts=choice.restricts or restricts)
 
 
 def tags_alone(constraint: Constraint, field: str, context: PrepareContext) -> Constraint:
@@ -201,6 +221,18 @@ def resolve_constraint(
     """
     if context.carries_chat:
         return None  # the server applies it
+    try:
+        return _resolved(body, parsing, context)
+    except ServingError as error:
+        if not context.inputs or error.code != Code.unsupported:
+            raise
+    # The model is told what texts must match. That has to do where its format cannot keep it.
+    return _resolved(body, parsing, context._replace(inputs={}))
+
+
+def _resolved(
+    body: ChatCompletionRequest | CompletionRequest, parsing: Parsing | None, context: PrepareContext
+) -> Wanted | None:
     asked = asked_of_content(body)
     field, constraint = asked if asked is not None else ("", None)
     tools: tuple[Tool, ...] = ()
@@ -227,6 +259,7 @@ def _special_text(asked: Asked | None, tools: Sequence[Tool], context: PrepareCo
     """The first special token whose text a constraint has in it; "": none."""
     special = [each for each in context.model.added_tokens if len(each) > 2 and each[0] in "<[" and each[-1] in ">]"]
     texts = [text for tool in tools for text in (tool.name, *texts_of(tool.parameters))]
+    texts += [text for tool in tools if tool.given for text in (tool.given.text, tool.given.text.replace("\\", ""))]
     if asked is not None:
         _, (kind, text) = asked[0], msgspec.structs.astuple(asked[1])
         if kind in (JSON_SCHEMA, CHOICE):

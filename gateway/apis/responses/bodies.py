@@ -7,13 +7,17 @@ both directions.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, Logprobs, SamplingOptions, StopText
-from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, invalid, unsupported
+from penstock.gateway.base.request_bodies import CommonOptions, Name, ToolInput, decode_body, invalid, unsupported
+from penstock.infra.constraints.constraint_grammar import LARK, REGEX
+from penstock.infra.constraints.lark_expression import BadLark, NotOneExpression, expression, of_regex
+from penstock.schemas.requests import Constraint
 
 MAX_TOOLS = 512  # including those in namespaces
 FUNCTION, NAMESPACE, CUSTOM = "function", "namespace", "custom"
@@ -97,8 +101,17 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
 
 
 def left_out(tools: Iterable[dict[str, Any]]) -> list[str]:
-    """The tools that the model does not see, as in "tools[3]"."""
-    return [f"tools[{number}]" for number, tool in enumerate(tools) if tool.get("type") in LEFT_OUT]
+    """The tools that the model does not see, and grammars that it is only told, as in "tools[3].format"."""
+    found = []
+    for number, tool in enumerate(tools):
+        if tool.get("type") in LEFT_OUT:
+            found.append(f"tools[{number}]")
+        with suppress(BadLark):
+            try:
+                _rule(tool)
+            except NotOneExpression:
+                found.append(f"tools[{number}].format")
+    return found
 
 
 def _functions(tools: Iterable[dict[str, Any]], place: str = "tools", namespace: str = "") -> Iterator[FunctionTool]:
@@ -112,8 +125,45 @@ def _functions(tools: Iterable[dict[str, Any]], place: str = "tools", namespace:
             yield from _functions(_inner(tool), f"{at}.tools", str(tool.get("name")))
 
 
+def input_rules(tools: Sequence[dict[str, Any]]) -> dict[str, ToolInput]:
+    """By custom tool, what its text must match.
+
+    Raises:
+        ServingError: a format is not of a known form, or its grammar is none. The error names it.
+    """
+    found = {}
+    for number, tool in enumerate(tools):
+        try:
+            rule = _rule(tool)
+        except NotOneExpression:
+            continue  # the model is told, and ``left_out`` names it
+        except BadLark as error:
+            at = f"tools[{number}].format.definition"
+            raise invalid(at, f"{at} of tool {str(tool.get('name'))[:64]!r}: {error}") from None
+        if rule is not None:
+            found[str(tool.get("name"))] = rule
+    return found
+
+
+def _rule(tool: dict[str, Any]) -> ToolInput | None:
+    """
+    Raises:
+        BadLark, NotOneExpression
+    """
+    form = tool.get("format")
+    if tool.get("type") != CUSTOM or not isinstance(form, dict) or form.get("type") != "grammar":
+        return None
+    syntax, text = form.get("syntax"), form.get("definition")
+    if not isinstance(text, str) or syntax not in ("lark", "regex"):
+        raise BadLark("a grammar needs syntax, 'lark' or 'regex', and definition, a text")
+    pattern = expression(text) if syntax == "lark" else of_regex(text)
+    schema = msgspec.json.decode(msgspec.json.encode(_TAKES_TEXT))
+    schema["properties"][_INPUT] = {"type": "string", "pattern": f"^(?:{pattern})$"}
+    return ToolInput(schema, Constraint(LARK if syntax == "lark" else REGEX, text))
+
+
 def _custom(tool: dict[str, Any]) -> dict[str, Any]:
-    """A custom tool as a function. Its format is described to the model, but not enforced."""
+    """A custom tool as a function, with its grammar in words."""
     given = tool.get("format")
     form: dict[str, Any] = given if isinstance(given, dict) else {}
     grammar = f"The input must match this grammar ({form.get('syntax')}):\n{form.get('definition')}"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.gateway.grammars.answers import CallRules, Reasoning, write_answer
 from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool, call_grammar
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
 from penstock.infra.constraints.constraint_grammar import LARK
+from penstock.infra.constraints.lark_expression import expression
 from penstock.infra.model import modeldir
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.families import HARMONY_MARKS, TABLE, Thoughts
@@ -92,8 +94,8 @@ def drawn(
     return tokens
 
 
-def parsed(text: str, tools: str, tags: str = "", *, begun: bool = False) -> AnswerMessage:
-    parsing = Parsing(reasoning=tags, tools=tools, texts=TEXTS, thinking=begun)
+def parsed(text: str, tools: str, tags: str = "", *, begun: bool = False, texts: Any = TEXTS) -> AnswerMessage:
+    parsing = Parsing(reasoning=tags, tools=tools, texts=texts, thinking=begun)
     request = GenerateRequest("id", "m", "g", b"", Stop(1), 0, 0, parsing=parsing)
     return message_of(parser_for(request, 0).parse(text))
 
@@ -125,6 +127,18 @@ def test_forced_calls_are_read_and_have_valid_arguments(name: str) -> None:
         message = parsed(answer(grammar, seed, most=1400), name)
         assert called(message)
         assert not message.content
+
+
+@pytest.mark.parametrize("name", sorted(set(TOOLS)))
+def test_a_text_matches_its_grammar_in_each_format(name: str) -> None:
+    """Quotes, backslashes and line breaks are quoted as the format does it."""
+    pattern = expression('start: line ~ 1..3 "."\nline: /[a-z"\\\\ ]{1,3}/ "=\\n"')
+    schema = {"type": "object", "properties": {"input": {"type": "string", "pattern": f"^(?:{pattern})$"}},
+              "required": ["input"], "additionalProperties": False}  # fmt: skip
+    grammar = written(name, tools=(Tool("apply", schema, True),), one=True)
+    for seed in range(3):
+        (call,) = parsed(answer(grammar, seed, free=20, most=1400), name, texts={"apply": {"input": False}}).tool_calls
+        assert re.fullmatch(pattern, json.loads(call.function.arguments)["input"])
 
 
 @pytest.mark.parametrize("must", [True, False])

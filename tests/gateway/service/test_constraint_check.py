@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.gateway.apis.chat.constraint import Wanted
+from penstock.gateway.grammars.calls import Tool
 from penstock.gateway.service.constraint_check import REMEMBERED_BYTES, ConstraintCheck
 from penstock.infra.constraints.trials import TOO_LONG, Trial, TrialsBusy
 from penstock.schemas.errors import Code, ServingError
@@ -43,6 +44,14 @@ async def test_a_verdict_about_time_is_never_remembered() -> None:
         await check.check(wanted(SCHEMA), "a", FIELD)
     assert (refusal.value.code, refusal.value.param) == (Code.invalid_request, FIELD)
     await check.check(wanted(SCHEMA), "a", FIELD)
+
+
+async def test_a_grammar_of_a_tool_that_cannot_be_compiled_is_named() -> None:
+    check = checking(Trials(Trial("invalid regex")))
+    tool = Tool("apply", {"type": "object"}, True, Constraint("regex", "(?=a)"))
+    with pytest.raises(ServingError, match=r"tool 'apply', format\.definition: invalid regex") as refusal:
+        await check.check(wanted(SCHEMA)._replace(tools=(tool,)), "a", FIELD)
+    assert (refusal.value.code, refusal.value.param) == (Code.invalid_request, "tools")
 
 
 @pytest.mark.parametrize("reason", ["", "uniqueItems is not supported"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +219,38 @@ async def test_a_call_is_forced_and_thoughts_are_limited(
     message = await claude.messages.create(model="demo", max_tokens=200, messages=[SUM], thinking=thinking)
     assert message.usage.output_tokens_details is not None
     assert message.usage.output_tokens_details.thinking_tokens <= 10 + 8  # and the marks around them
+
+
+PATCH = """start: "*** Begin Patch" LF change ~ 1..3 "*** End Patch"
+change: ("+" | "-") /[a-z"\\\\]{1,9}/ LF
+%import common.LF
+"""
+
+
+@pytest.mark.parametrize(
+    ("syntax", "grammar", "pattern"),
+    [
+        ("lark", PATCH, r'\*\*\* Begin Patch\n([+-][a-z"\\]{1,9}\n){1,3}\*\*\* End Patch'),
+        ("regex", r'[A-C]{3}"\d{2}', r'[A-C]{3}"\d{2}'),
+    ],
+)
+@pytest.mark.parametrize("forced", [True, False])
+async def test_the_text_of_a_custom_tool_matches_its_grammar(
+    asking: openai.AsyncOpenAI, syntax: str, grammar: str, pattern: str, forced: bool
+) -> None:
+    form = {"type": "grammar", "syntax": syntax, "definition": grammar}
+    options: Any = {"tools": [{"type": "custom", "name": "get_weather", "description": "Weather", "format": form}]}
+    if forced:
+        options["tool_choice"] = {"type": "custom", "name": "get_weather"}
+    response = await asking.responses.create(
+        model="demo", input=[WEATHER], temperature=0, max_output_tokens=300, **options
+    )
+    [call] = [each for each in response.output if each.type != "reasoning"]
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch(pattern, call.input)
+    form["definition"] = "start: x" if syntax == "lark" else "(?=x)"
+    with pytest.raises(openai.BadRequestError, match="get_weather"):
+        await asking.responses.create(model="demo", input=[WEATHER], **options)
 
 
 async def test_output_matches_its_schema(asking: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic) -> None:

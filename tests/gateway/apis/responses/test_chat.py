@@ -10,7 +10,10 @@ from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest, 
 from penstock.gateway.apis.responses.chat import Turn, chat_of
 from penstock.gateway.apis.responses.prepare_response import prepare_response
 from penstock.gateway.apis.responses.record import StoredBody, encode_stored, read_stored
+from penstock.infra.constraints.constraint_grammar import check
+from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, Constraint
 from penstock.schemas.wire import unpack_tokens
 from tests.gateway.answers import CONTEXT, NOW
 
@@ -33,6 +36,37 @@ def prepared(room: int = 0, **fields: Any) -> PreparedRequest:
     )
     assert isinstance(found, PreparedRequest)
     return found
+
+
+NUMBER = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+APPLY = {"type": "custom", "name": "apply", "format": NUMBER}
+
+
+@pytest.mark.parametrize(
+    ("processors", "parsers", "choice", "constrained"),
+    [
+        (frozenset([CONSTRAINT, CONSTRAINT_LARK]), ParserNames("", "hermes"), "auto", True),
+        (frozenset([CONSTRAINT, CONSTRAINT_LARK]), ParserNames("", "hermes"), "none", False),
+        (frozenset[str](), ParserNames("", "hermes"), "auto", False),
+        (None, ParserNames("", "hermes"), "auto", False),
+        (None, ParserNames("", "hermes"), {"type": "custom", "name": "apply"}, True),
+        (frozenset([CONSTRAINT, CONSTRAINT_LARK]), None, "auto", False),
+    ],
+)
+def test_a_custom_tools_grammar_is_enforced_where_calls_can_be_constrained(
+    processors: frozenset[str] | None, parsers: ParserNames | None, choice: Any, constrained: bool
+) -> None:
+    """Where they cannot, the model is told, as it is anyway; a call that is forced needs a constraint."""
+    context = CONTEXT._replace(logits_processors=processors, parsers=parsers)
+    body = parsed(tools=[APPLY, TOOL | {"strict": False}], tool_choice=choice)
+    found = prepare_response(body, (), context, now_ns=NOW, request_id="r")
+    assert isinstance(found, PreparedRequest)
+    wanted = found.wanted
+    assert (wanted is not None) == constrained
+    if wanted is not None:
+        assert "[0-9]+" in wanted.constraint.text
+        assert wanted.tools[0].given == Constraint("regex", "[0-9]+")
+        check(wanted.constraint)
 
 
 def test_a_text_is_what_the_user_says() -> None:

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.apis.responses.bodies import ToolNames, chat_tools, left_out
-from penstock.schemas.errors import ServingError
+from penstock.gateway.apis.responses.bodies import ToolNames, chat_tools, input_rules, left_out
+from penstock.schemas.errors import Code, ServingError
 
 
 def function(name: str, **fields: Any) -> dict[str, Any]:
@@ -79,6 +79,34 @@ def test_a_custom_tool_is_a_function_of_one_text_and_its_grammar_is_told() -> No
     assert places["tools[0].function"] == "tools[1]"
     assert [names.takes_text(name) for name in ("apply_patch", "exec", "run", "other")] == [True, True, False, False]
     assert left_out(tools) == ["tools[0]"]
+    assert list(input_rules(tools)) == ["apply_patch"]
+    rule = input_rules(tools)["apply_patch"]
+    assert rule.schema["properties"]["input"] == {"type": "string", "pattern": "^(?:(?:a))$"}
+    assert "pattern" not in first["parameters"]["properties"]["input"], "the model is told in words"
+    assert rule.given.text == 'start: "a"'
+
+
+def test_a_grammar_without_an_expression_is_told_and_named_as_ignored() -> None:
+    deep = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
+    tools = [function("run"), {"type": "custom", "name": "apply", "format": deep}]
+    assert input_rules(tools) == {}
+    assert left_out(tools) == ["tools[1].format"]
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"syntax": "lark", "definition": "start: x"}, "of tool 'apply': line 1: x is not defined"),
+        ({"syntax": "gbnf", "definition": "x"}, "needs syntax, 'lark' or 'regex'"),
+        ({"syntax": "regex"}, "and definition, a text"),
+    ],
+)
+def test_a_format_that_is_no_grammar_is_refused_by_name(form: dict[str, Any], words: str) -> None:
+    tools = [function("run"), {"type": "custom", "name": "apply", "format": {"type": "grammar", **form}}]
+    with pytest.raises(ServingError, match=words) as refused:
+        input_rules(tools)
+    assert (refused.value.code, refused.value.param) == (Code.invalid_request, "tools[1].format.definition")
+    assert left_out(tools) == []
 
 
 @pytest.mark.parametrize(

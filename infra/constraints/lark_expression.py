@@ -1,0 +1,260 @@
+"""A Lark grammar that does not refer to itself, as one regular expression. Pure.
+
+What a tool's text must match stands within a call, mostly as a JSON string: llguidance quotes regular expressions, but
+not grammars. And one expression has no lexemes whose ends a lexer must guess: in JSON, where a line ends by ``\\n``, it
+would take the backslash for the text before.
+
+The dialect is that of llguidance, whose expressions are those of Rust's ``regex``:
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+MAX_CHARACTERS = 65_536  # of an expression
+COMMON: Mapping[str, str] = {  # of ``%import common``, as llguidance defines them
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": "[+-]?[0-9]+",
+    "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)",
+    "FLOAT": r"(?:[0-9]+[eE][+-]?[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)",
+    "SIGNED_FLOAT": r"[+-]?(?:[0-9]+[eE][+-]?[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)",
+    "NUMBER": r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?",
+    "SIGNED_NUMBER": r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?",
+    "ESCAPED_STRING": r'"(?:[^"\\]|\\.)*"',
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[a-zA-Z]",
+    "WORD": "[a-zA-Z]+",
+    "CNAME": "[_a-zA-Z][_a-zA-Z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"//[^\n]*",
+    "SQL_COMMENT": r"--[^\n]*",
+}
+_PART = re.compile(
+    r'(?P<text>"(?:\\.|[^"\\\n])*"i?)|(?P<comment>//[^\n]*|#[^\n]*)|(?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)'
+    r"|(?P<name>[!?]*[_a-zA-Z][_a-zA-Z0-9]*)|(?P<line>\s*\n\s*)|(?P<space>[ \t\r\f]+)"
+    r"|(?P<times>~\s*\d+(?:\s*\.\.\s*\d+)?)|(?P<sign>->|\.\.|%[a-z]+|[:|()\[\]?*+,.])"
+)
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(.))", re.S)
+_CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
+_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/\-#&~\"]")
+
+
+class BadLark(ValueError):
+    """It is no Lark grammar; the text says where."""
+
+
+class NotOneExpression(ValueError):
+    """It is a grammar of another kind; the text says why."""
+
+
+class _Part(NamedTuple):
+    kind: str
+    text: str
+    line: int
+
+
+def expression(grammar: str) -> str:
+    """The expression that matches the same texts, unanchored, each ``/`` and line break in it escaped.
+
+    Raises:
+        BadLark, NotOneExpression
+    """
+    return _Grammar(_parts(grammar)).expression()
+
+
+def of_regex(pattern: str) -> str:
+    """An expression as ``expression`` gives them."""
+    pattern = pattern.removeprefix("^")
+    return _slashed(pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern)
+
+
+def _parts(grammar: str) -> list[_Part]:
+    found, at, line = [], 0, 1
+    while at < len(grammar):
+        match = _PART.match(grammar, at)
+        if match is None:
+            rest = grammar[at:].partition("\n")[0]
+            if rest.startswith(("&", "~", "{", "<", "@", "-", "=")):
+                raise NotOneExpression(f"line {line}: {rest[:40]!r} has no regular expression")
+            raise BadLark(f"line {line}: {rest[:40]!r} is not Lark")
+        kind, text = str(match.lastgroup), match.group()
+        if kind not in ("comment", "space"):
+            found.append(_Part(kind, text, line))
+        line += text.count("\n")
+        at = match.end()
+    return found
+
+
+class _Grammar:
+    """Rules by name, as parts. ``ignored``: expressions of what may stand between lexemes."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._rules: dict[str, list[_Part]] = {}
+        self._ignored: list[list[_Part]] = []
+        self._made: dict[str, str] = {}
+        self._open: list[str] = []  # rules that are being made
+        self._between = ""
+        self._read(parts)
+
+    def expression(self) -> str:
+        if "start" not in self._rules:
+            raise BadLark("there is no rule 'start'")
+        if self._ignored:
+            choices = "|".join(self._alternatives(each, lexical=True) for each in self._ignored)
+            self._between = f"(?:{choices})*"
+        return self._named("start", 1)
+
+    def _read(self, parts: list[_Part]) -> None:
+        for statement in _statements(parts):
+            first = statement[0]
+            if first.text == "%import":
+                self._import(statement)
+            elif first.text == "%ignore":
+                self._ignored.append(statement[1:])
+            elif first.text.startswith("%"):
+                raise NotOneExpression(f"line {first.line}: {first.text} has no regular expression")
+            elif first.kind == "name" and len(statement) > 1 and statement[1].text == ":":
+                name = first.text.lstrip("!?")
+                if name in self._rules:
+                    raise BadLark(f"line {first.line}: {name} is defined twice")
+                self._rules[name] = statement[2:]
+            elif len(statement) > 1 and statement[1].text == "[":
+                raise NotOneExpression(f"line {first.line}: options of rules have no regular expression")
+            else:
+                raise BadLark(f"line {first.line}: a rule begins with its name and a colon")
+
+    def _import(self, statement: list[_Part]) -> None:
+        names = [each.text for each in statement if each.kind == "name"]
+        renamed = any(each.text == "->" for each in statement)
+        if not names or names[0] != "common":
+            raise NotOneExpression(f"line {statement[0].line}: only common can be imported")
+        wanted = {names[2]: names[1]} if renamed and len(names) == 3 else {name: name for name in names[1:]}
+        for name, own in wanted.items():
+            if own not in COMMON:
+                raise NotOneExpression(f"line {statement[0].line}: common has no {own}")
+            self._made[name] = f"(?:{_slashed(COMMON[own])})"
+
+    def _named(self, name: str, line: int) -> str:
+        if name not in self._made:
+            if name not in self._rules:
+                raise BadLark(f"line {line}: {name} is not defined")
+            if name in self._open:
+                raise NotOneExpression(f"the rule {name} refers to itself")
+            self._open.append(name)
+            made = self._alternatives(self._rules[name], lexical=name.lstrip("_")[:1].isupper())
+            self._open.pop()
+            self._made[name] = f"(?:{made})"
+        return self._made[name]
+
+    def _alternatives(self, parts: list[_Part], *, lexical: bool) -> str:
+        """
+        Args:
+            lexical: they are parts of one lexeme, within which nothing is ignored.
+        """
+        out, at = self._choice(parts, 0, lexical=lexical)
+        if at < len(parts):
+            raise BadLark(f"line {parts[at].line}: {parts[at].text!r} is not expected here")
+        return out
+
+    def _choice(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str, int]:
+        branches, sequence = [], ""
+        while at < len(parts) and parts[at].text not in (")", "]"):
+            part = parts[at]
+            if part.text == "|":
+                branches.append(sequence)
+                sequence, at = "", at + 1
+            elif part.text == "->":
+                at += 2  # the name of a tree
+            elif part.kind == "line":
+                at += 1
+            else:
+                atom, at = self._atom(parts, at, lexical=lexical)
+                sequence += atom
+            if len(sequence) > MAX_CHARACTERS:
+                raise NotOneExpression(f"it takes more than {MAX_CHARACTERS} characters as a regular expression")
+        return "|".join([*branches, sequence]), at
+
+    def _atom(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str, int]:
+        part = parts[at]
+        at += 1
+        single = False
+        if part.text in ("(", "["):
+            inner, at = self._choice(parts, at, lexical=lexical)
+            if at >= len(parts):
+                raise BadLark(f"line {part.line}: {part.text!r} is not closed")
+            at += 1
+            atom = f"(?:{inner}){'?' if part.text == '[' else ''}"
+        elif part.kind == "text":
+            single = True
+            atom = _literal(part)
+            if at + 1 < len(parts) and parts[at].text == ".." and parts[at + 1].kind == "text":
+                atom = f"[{_literal(part)}-{_literal(parts[at + 1])}]"
+                at += 2
+        elif part.kind == "regex":
+            single = True
+            atom = _regex(part)
+        elif part.kind == "name":
+            atom = self._named(part.text, part.line)
+            single = part.text.lstrip("_")[:1].isupper()
+        else:
+            raise BadLark(f"line {part.line}: {part.text!r} is not expected here")
+        if single and self._between and not lexical:
+            atom = f"(?:{atom}{self._between})"
+        if at < len(parts) and (parts[at].kind == "times" or parts[at].text in ("?", "*", "+")):
+            atom = f"(?:{atom}){_times(parts[at])}"
+            at += 1
+        return atom, at
+
+
+def _statements(parts: list[_Part]) -> list[list[_Part]]:
+    """Of one rule or instruction each: a line break ends one, unless the next line begins with an alternative."""
+    out: list[list[_Part]] = [[]]
+    depth = 0
+    for number, part in enumerate(parts):
+        depth += (part.text in ("(", "[")) - (part.text in (")", "]"))
+        following = parts[number + 1].text if number + 1 < len(parts) else ""
+        if part.kind == "line" and depth == 0 and following not in ("|", "->"):
+            out.append([])
+        elif part.kind != "line":
+            out[-1].append(part)
+    return [each for each in out if each]
+
+
+def _times(part: _Part) -> str:
+    if part.kind != "times":
+        return part.text
+    least, _, most = part.text[1:].replace(" ", "").partition("..")
+    return f"{{{least},{most}}}" if most else f"{{{least}}}"
+
+
+def _literal(part: _Part) -> str:
+    quoted, ignores_case = part.text.rstrip("i"), part.text.endswith("i")
+
+    def unescaped(found: re.Match[str]) -> str:
+        number = next((each for each in found.groups()[:4] if each is not None), None)
+        return _CONTROL.get(found[5], found[5]) if number is None else chr(int(number, 16))
+
+    text = _SPECIAL.sub(lambda found: "\\" + found[0], _ESCAPE.sub(unescaped, quoted[1:-1]))
+    text = "".join(f"\\x{ord(each):02x}" if ord(each) < 32 else each for each in text)
+    return f"(?i:{text})" if ignores_case else text
+
+
+def _regex(part: _Part) -> str:
+    body, _, flags = part.text[1:].rpartition("/")
+    if unknown := set(flags) - set("isu"):
+        raise NotOneExpression(f"line {part.line}: the flag {min(unknown)!r} has no place in a part of an expression")
+    kept = "".join(sorted(set(flags) - {"u"}))
+    return f"(?{kept}:{of_regex(body)})"
+
+
+def _slashed(body: str) -> str:
+    return re.sub(r"\\(.)|/|\n", lambda found: found[0] if found[1] else {"/": r"\/", "\n": r"\n"}[found[0]], body)
