@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -67,6 +68,13 @@ class SglangApi:
     def saves_memory(self) -> bool:
         """Whether weights can leave the device; otherwise its schedulers end at their start."""
         return importlib.util.find_spec("torch_memory_saver") is not None
+
+    @staticmethod
+    def cuda_folders() -> list[str]:
+        """Of CUDA's runtime as pip installs it. The memory saver is loaded into a process before torch finds them."""
+        spec = importlib.util.find_spec("nvidia")
+        places = (spec.submodule_search_locations if spec is not None else None) or ()
+        return sorted({str(file.parent) for each in places for file in Path(each).glob("*/lib/libcudart.so.*")})
 
     def traces(self) -> bool:
         """Whether it can send spans: it needs both exporters, whichever it uses."""

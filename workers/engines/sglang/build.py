@@ -49,6 +49,7 @@ NO_WAIT = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # "0": there, the constructor re
 # The context is a few tokens longer than the model's, and no sequence gets there: see ``args.context_length``.
 OWN_ADDRESS = "SGLANG_HOST_IP"  # where ranks of other machines, and the other engine of a pair, reach this one
 OTHER_NAMES = ("HOST_IP", "SGLANG_LOCAL_IP_NIC")  # of SGLang's for the same
+LIBRARIES = "LD_LIBRARY_PATH"
 VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
@@ -95,6 +96,9 @@ def from_settings(
         grammars = grammars if resolved.constraints else None
         if grammars is not None:
             variables[plugin.ACTIVE] = "1"
+        if resolved.tree.get("enable_memory_saver"):
+            folders = [*api.cuda_folders(), os.environ.get(LIBRARIES, "")]
+            variables[LIBRARIES] = ":".join(filter(None, folders))
         multiprocess = os.environ.get(MULTIPROCESS)
         llm, loop, inbox, gpus = start(
             package_of(api),

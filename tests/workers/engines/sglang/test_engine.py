@@ -107,7 +107,9 @@ def test_weights_of_another_model_are_refused_before_sglang_reads_them(make: Mak
     assert weights.read(folder) == folder
 
 
-def test_an_engine_without_the_memory_saver_does_not_sleep(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_the_memory_saver_does_not_sleep(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """SGLang says that it did, and frees nothing."""
     driver = make()
     weights = driver.engine.weights
@@ -116,6 +118,10 @@ def test_an_engine_without_the_memory_saver_does_not_sleep(make: Make, monkeypat
     with pytest.raises(RequestError, match="--sleep-after-s, --share-device, or enable_memory_saver"):
         weights.sleep()
     weights.proceed()
+    (tmp_path / "nvidia" / "cu13" / "lib").mkdir(parents=True)
+    (tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(tmp_path / "nvidia" / "cu13" / "lib") in load_sglang().cuda_folders()
     monkeypatch.setattr(sys.modules["importlib.util"], "find_spec", lambda name: None)
     with pytest.raises(EngineError, match="pip install torch-memory-saver"):
         make(sleep_after_s=60.0)
