@@ -56,6 +56,7 @@ from penstock.schemas.summary import (
     of_encoded_done,
     of_request,
 )
+from penstock.schemas.transfer import Encoded, Prefilled
 
 if TYPE_CHECKING:  # reading a stopped deployment needs no client, which loads slowly
     from penstock.infra.bus.connection import Bus
@@ -477,7 +478,7 @@ class _Missing:
             return []
         if self._unfinished is None:
             self._unfinished = {each.summary.id for each in await unfinished(bus, Criteria())}
-        ended = {record.request async for record in _records(bus, list(candidates.values()))}
+        ended = {record.request async for record in records_of(bus, map(_recorded, candidates.values()))}
         lost = [name for name in candidates if name not in ended | self._unfinished | self._told]
         if lost:
             log.warning("records_missing", stream="DONE", after=entry.seq, before=before, requests=len(lost))
@@ -533,24 +534,18 @@ async def unfinished(bus: Readable, criteria: Criteria, *, stopped: bool = False
     """
     by_id: dict[str, LoggedRequest] = {}
     if isinstance(bus, StoredLog):
-        for name, subject, data in left_open(bus, await _hour_before_end(bus)):
-            if name == "REQUESTS":
-                request = requests.decode(data)
-                by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
-            elif (running := _running(subject, data)) is not None:
-                _keep_later(by_id, running)
+        for each in left_open(bus, await _hour_before_end(bus)):
+            _note_unfinished(by_id, each)
         left = _unless_lost(bus, list(by_id.values()))
-        left = [each for each in left if criteria.accepts(each.summary)]
-        return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
-    async for entry in _unacknowledged(bus, "REQUESTS", stopped):
-        request = requests.decode(entry.data)
-        by_id[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
-    async for entry in _unacknowledged(bus, "WORK", stopped):
-        running = _running(entry.subject, entry.data)
-        if running is not None:
-            _keep_later(by_id, running)
-    over = {record.request async for record in _records(bus, [each.summary for each in by_id.values()])}
-    left = [each for name, each in by_id.items() if name not in over and criteria.accepts(each.summary)]
+    else:
+        for name in ("REQUESTS", "WORK"):
+            async for entry in _unacknowledged(bus, name, stopped):
+                _note_unfinished(by_id, Left(name, entry.subject, entry.data))
+        over = {
+            record.request async for record in records_of(bus, [_recorded(each.summary) for each in by_id.values()])
+        }
+        left = [each for name, each in by_id.items() if name not in over]
+    left = [each for each in left if criteria.accepts(each.summary)]
     return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
 
 
@@ -578,23 +573,17 @@ async def _hour_before_end(bus: Readable) -> int:
     return max(0, last - int(LONGEST_DEADLINE_S * 1e9))
 
 
-def _keep_later(requests: dict[str, LoggedRequest], running: LoggedRequest) -> None:
-    before = requests.get(running.summary.id)
-    if before is None or before.summary.attempts <= running.summary.attempts:
-        requests[running.summary.id] = running
-
-
-def _running(subject: str, data: bytes) -> LoggedRequest | None:
-    """The request of a message in WORK. None: a revocation, or a kept copy of a job that no worker reads."""
-    worker = subject.rpartition(".")[2]
-    if KEPT in subject.split("."):
-        return None
-    message = jobs.decode(data)
-    if isinstance(message, Revoke):
-        return None
-    job = message if isinstance(message, Job) else jobs.decode_job(message.job)
+def _note_unfinished(found: dict[str, LoggedRequest], left: Left) -> None:
+    """Note the request of a message, by its id. Of its jobs, the latest attempt counts."""
+    if left.stream == "REQUESTS":
+        request = requests.decode(left.data)
+        found[request.id] = LoggedRequest(of_request(request, state=QUEUED), request)
+        return
+    if (sent := job_in(left.subject, left.data)) is None:
+        return
+    job, worker = sent[1], left.subject.rpartition(".")[2]
     request = requests.decode(job.request)
-    state = of_request(
+    summary = of_request(
         request,
         state=RUNNING,
         attempt=job.attempt,
@@ -604,7 +593,21 @@ def _running(subject: str, data: bytes) -> LoggedRequest | None:
         revision=job.decision.revision,
         router=job.decision.router,
     )
-    return LoggedRequest(state, request)
+    before = found.get(request.id)
+    if before is None or before.summary.attempts <= summary.attempts:
+        found[request.id] = LoggedRequest(summary, request)
+
+
+def job_in(subject: str, data: bytes) -> tuple[Job | Encoded | Prefilled, Job] | None:
+    """A message in WORK, and its job. None: a revocation, or a kept copy of a job that no worker reads.
+
+    Raises:
+        msgspec.MsgspecError: it cannot be decoded.
+    """
+    message = None if KEPT in subject.split(".") else jobs.decode(data)
+    if message is None or isinstance(message, Revoke):
+        return None
+    return message, message if isinstance(message, Job) else jobs.decode_job(message.job)
 
 
 async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
@@ -631,10 +634,20 @@ async def _unacknowledged(bus: Readable, name: str, stopped: bool) -> AsyncGener
             return
 
 
-async def _records(bus: Readable, wanted: Iterable[RequestSummary]) -> AsyncGenerator[done.Done, None]:
-    subjects = [bus.subjects.done(each.tenant, each.asked or each.model, each.id) for each in wanted]
+def _recorded(each: RequestSummary) -> tuple[str, str, str]:
+    return each.tenant, each.asked or each.model, each.id
+
+
+async def records_of(bus: Readable, wanted: Iterable[tuple[str, str, str]]) -> AsyncGenerator[done.Done, None]:
+    """
+    Args:
+        wanted: tenant, requested model and id of each request.
+    Raises:
+        ServingError: the stream cannot be read.
+    """
+    subjects = [bus.subjects.done(*each) for each in wanted]
     for start in range(0, len(subjects), CHECKED):
         for entry in await get_last_of(bus, bus.subjects.stream("DONE"), subjects[start : start + CHECKED]):
-            event = done.decode(entry.data)
-            if isinstance(event, done.Done):
-                yield event
+            with contextlib.suppress(msgspec.MsgspecError):
+                if isinstance(event := done.decode(entry.data), done.Done):
+                    yield event

@@ -7,7 +7,7 @@ evenly spread, and so does its prompt between its start and its first token.
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,22 +15,21 @@ from rich.console import Console
 
 from penstock.cli.figures import counted, span
 from penstock.cli.terminal import Column, escape, fitting_table
-from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, get_last_of, read
-from penstock.log_tools.requests.find_requests import unfinished
+from penstock.infra.bus.direct_get import Entry, LogFiles, Readable, read
+from penstock.log_tools.requests.find_requests import job_in, records_of, unfinished
 from penstock.log_tools.timeline.read import window
 from penstock.log_tools.timeline.request_timeline import PromptPrefilled, RequestTimeline, StageRun, TokensStored
 from penstock.schemas import done, jobs
 from penstock.schemas.done import Done
-from penstock.schemas.jobs import Job, Revoke, rank_of
-from penstock.schemas.requests import decode_head
-from penstock.schemas.subjects import HEADER_LOAD, KEPT
+from penstock.schemas.jobs import rank_of
+from penstock.schemas.requests import GenerateRequest, decode_head
+from penstock.schemas.subjects import HEADER_LOAD
 from penstock.schemas.summary import QUEUED, Criteria
 from penstock.schemas.transfer import Prefilled
 from penstock.schemas.wire import TOKEN_BYTES
 
 LOOK_BACK_S = (5.0, 20.0, 120.0, 600.0)  # in turn, until as many others are found as the router had counted
 MOST = 2_000  # other requests of a worker, or of a router
-TOGETHER = 200  # records looked up at once
 LATER_S = 60.0  # behind a request's end, in which the files of a stopped deployment are searched for others' records
 WAITED_NS = 2_000_000  # a request that was placed sooner was not held
 SHOWN = 12
@@ -153,12 +152,18 @@ class _Stay(NamedTuple):
 
 
 class OtherJob(NamedTuple):
-    """A job of another request. ``to_compute``: by what the router knew."""
+    """A job of another request, or its acceptance. The first four fields are those of ``Neighbour``.
+
+    Attributes:
+        asked: the requested model, whose fallback ``model`` may be.
+        to_compute: by what the router knew.
+    """
 
     id: str
     tenant: str
     model: str
     priority: str
+    asked: str
     attempt: int
     prompt_tokens: int
     to_compute: int
@@ -226,7 +231,12 @@ def beside(
     """
     found = [each for job in sent if (each := _neighbour(stay, job, ends.get(job.id))) is not None]
     found.sort(key=lambda each: (each.part != AHEAD, -each.to_compute, each.since_ns))
-    until = stay.first_token_ns or stay.until_ns
+    until, left = stay.first_token_ns or stay.until_ns, stay.until_ns
+    begun = [each for each in found if each.first_token_ns]
+
+    def began(each: Neighbour) -> int:
+        return each.started_ns or each.since_ns
+
     return BesideAtWorker(
         stay.worker,
         stay.role,
@@ -237,22 +247,10 @@ def beside(
         dict(Counter(each.part for each in found)),
         sum(each.to_compute for each in found if each.part == AHEAD),
         stay.counted_tokens,
-        round(
-            sum(
-                each.to_compute * _share(each.started_ns or each.since_ns, each.first_token_ns, stay.since_ns, until)
-                for each in found
-                if each.first_token_ns
-            )
-        ),
-        round(
-            sum(
-                each.tokens * _share(each.first_token_ns, each.until_ns, stay.since_ns, stay.until_ns)
-                for each in found
-                if each.first_token_ns
-            )
-        ),
-        _most_at_once([(max(each.started_ns or each.since_ns, stay.since_ns), each.until_ns) for each in found]),
-        dict(Counter(each.tenant for each in found).most_common()),
+        round(sum(each.to_compute * _share(began(each), each.first_token_ns, stay.since_ns, until) for each in begun)),
+        round(sum(each.tokens * _share(each.first_token_ns, each.until_ns, stay.since_ns, left) for each in begun)),
+        _most_at_once([(max(began(each), stay.since_ns), each.until_ns) for each in found]),
+        _by_tenant(found),
         tuple(found),
         older_unread,
     )
@@ -283,20 +281,20 @@ def _neighbour(stay: _Stay, job: OtherJob, end: Done | None) -> Neighbour | None
         part = AHEAD if not first or first > stay.since_ns else RUNNING
     if job.handed and part == AHEAD:
         part = RUNNING
-    return Neighbour(
-        job.id,
-        job.tenant,
-        job.model,
-        job.priority,
-        part,
-        job.prompt_tokens,
-        to_compute,
-        tokens,
-        job.stored_ns,
-        max(started, job.stored_ns) if started else 0,
-        first,
-        until,
-    )
+    started = max(started, job.stored_ns) if started else 0
+    return Neighbour(*job[:4], part, job.prompt_tokens, to_compute, tokens, job.stored_ns, started, first, until)
+
+
+def _by_tenant(found: Sequence[Neighbour]) -> dict[str, int]:
+    return dict(Counter(each.tenant for each in found).most_common())
+
+
+def _held_with(held: HeldByRouter, others: Iterable[Neighbour]) -> HeldByRouter:
+    """What was held with a request, the earliest first; each request once."""
+    found = sorted({each.id: each for each in others}.values(), key=lambda each: each.since_ns)
+    tokens = sum(each.prompt_tokens for each in found)
+    changes = {"found": len(found), "prompt_tokens": tokens, "by_tenant": _by_tenant(found)}
+    return msgspec.structs.replace(held, **changes, requests=tuple(found[:MOST]))
 
 
 def _share(begin: int, end: int, since: int, until: int) -> float:
@@ -351,17 +349,7 @@ async def _waiting_now(bus: Readable, timeline: RequestTimeline, stopped: bool) 
             part = AHEAD if summary.created_ns < own.created_ns else LATER
             named = (summary.id, summary.tenant, summary.model, summary.priority, part)
             found.append(Neighbour(*named, summary.prompt_tokens, since_ns=summary.created_ns))
-    found.sort(key=lambda each: each.since_ns)
-    return HeldByRouter(
-        "",
-        1,
-        own.created_ns,
-        0,
-        found=len(found),
-        prompt_tokens=sum(each.prompt_tokens for each in found),
-        by_tenant=dict(Counter(each.tenant for each in found).most_common()),
-        requests=tuple(found[:MOST]),
-    )
+    return _held_with(HeldByRouter("", 1, own.created_ns, 0), found)
 
 
 async def _at_worker(bus: Readable, request_id: str, stay: _Stay) -> BesideAtWorker:
@@ -395,56 +383,40 @@ async def _sent(bus: Readable, subject: str, rank: int, since_ns: int, until_ns:
 
 
 def _job(entry: Entry, rank: int) -> OtherJob | None:
-    if KEPT in entry.subject.split("."):
-        return None
     with contextlib.suppress(msgspec.MsgspecError, ValueError):
-        message = jobs.decode(entry.data)
-        if isinstance(message, Revoke):
+        if (sent := job_in(entry.subject, entry.data)) is None or rank_of(sent[1]) != rank:
             return None
-        job = message if isinstance(message, Job) else jobs.decode_job(message.job)
-        if rank_of(job) != rank:
-            return None
+        message, job = sent
         asked = decode_head(bytes(job.request))
         tokens = asked.prompt_tokens + sum(len(part) // TOKEN_BYTES for part in job.resume)
         load = entry.headers.get(HEADER_LOAD, "")
         cached = jobs.read_load_header(load).cached_tokens if load else 0
         handed = isinstance(message, Prefilled)
-        return OtherJob(
-            asked.id,
-            asked.tenant,
-            asked.model,
-            asked.priority.value,
-            job.attempt,
-            tokens,
-            0 if handed else max(0, tokens - cached),
-            entry.time_ns,
-            handed,
-        )
+        to_compute = 0 if handed else max(0, tokens - cached)
+        return OtherJob(*_named(asked), job.attempt, tokens, to_compute, entry.time_ns, handed)
     return None
+
+
+def _named(asked: GenerateRequest) -> tuple[str, str, str, str, str]:
+    return asked.id, asked.tenant, asked.model, asked.priority.value, asked.recorded_under
 
 
 async def _ends(bus: Readable, sent: Sequence[OtherJob], since_ns: int, until_ns: int) -> dict[str, Done]:
     """The records of these requests, by request."""
-    wanted = {bus.subjects.done(each.tenant, each.model, each.id) for each in sent}
-    stream, found = bus.subjects.stream("DONE"), list[Entry]()
-    if isinstance(bus, LogFiles):  # which have no index of subjects
-        until_ns += int(LATER_S * 1e9)
-        async with contextlib.aclosing(read(bus, stream, bus.subjects.all("done"), since_ns=since_ns)) as entries:
-            async for entry in entries:
-                if entry.subject in wanted:
-                    found.append(entry)
-                if entry.time_ns > until_ns or len(found) == len(wanted):
-                    break
-    else:
-        names = sorted(wanted)
-        for start in range(0, len(names), TOGETHER):
-            found += await get_last_of(bus, stream, names[start : start + TOGETHER])
-    ends = {}
-    for entry in found:
-        with contextlib.suppress(msgspec.MsgspecError):
-            event = done.decode(entry.data)
-            if isinstance(event, Done):
-                ends[event.request] = event
+    wanted = {(each.tenant, each.asked, each.id) for each in sent}
+    if not isinstance(bus, LogFiles):
+        return {event.request: event async for event in records_of(bus, wanted)}
+    # Files have no index of subjects.
+    names, ends = {each.id for each in sent}, dict[str, Done]()
+    subject, until_ns = bus.subjects.all("done"), until_ns + int(LATER_S * 1e9)
+    async with contextlib.aclosing(read(bus, bus.subjects.stream("DONE"), subject, since_ns=since_ns)) as entries:
+        async for entry in entries:
+            if entry.subject.rpartition(".")[2] in names:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    if isinstance(event := done.decode(entry.data), Done):
+                        ends[event.request] = event
+            if entry.time_ns > until_ns or len(ends) == len(names):
+                break
     return ends
 
 
@@ -459,15 +431,7 @@ async def _in_router(bus: Readable, request_id: str, held: HeldByRouter) -> Held
         since = earlier
         if len(waiting) >= MOST or (back_s and len(waiting) >= held.held >= 0):
             break
-    found = list({each.id: each for each in waiting}.values())
-    found.sort(key=lambda each: each.since_ns)
-    return msgspec.structs.replace(
-        held,
-        found=len(found),
-        prompt_tokens=sum(each.prompt_tokens for each in found),
-        by_tenant=dict(Counter(each.tenant for each in found).most_common()),
-        requests=tuple(found),
-    )
+    return _held_with(held, waiting)
 
 
 async def _accepted(bus: Readable, since_ns: int, until_ns: int) -> AsyncIterator[OtherJob]:
@@ -476,16 +440,8 @@ async def _accepted(bus: Readable, since_ns: int, until_ns: int) -> AsyncIterato
             with contextlib.suppress(msgspec.MsgspecError):
                 asked = decode_head(entry.data)
                 if not asked.origin:
-                    yield OtherJob(
-                        asked.id,
-                        asked.tenant,
-                        asked.model,
-                        asked.priority.value,
-                        1,
-                        asked.prompt_tokens,
-                        asked.prompt_tokens,
-                        asked.created_ns or entry.time_ns,
-                    )
+                    tokens, since_ns = asked.prompt_tokens, asked.created_ns or entry.time_ns
+                    yield OtherJob(*_named(asked), 1, tokens, tokens, since_ns)
 
 
 def _waiting(held: HeldByRouter, job: OtherJob, end: Done | None) -> Neighbour | None:
@@ -496,20 +452,9 @@ def _waiting(held: HeldByRouter, job: OtherJob, end: Done | None) -> Neighbour |
     if job.stored_ns >= held.until_ns or routed <= max(held.since_ns, job.stored_ns + WAITED_NS):
         return None
     part = AHEAD if job.stored_ns < held.since_ns else LATER
-    return Neighbour(
-        job.id,
-        job.tenant,
-        job.model,
-        job.priority,
-        part,
-        job.prompt_tokens,
-        max(0, job.prompt_tokens - end.usage.cached),
-        end.usage.completion,
-        job.stored_ns,
-        0,
-        0,
-        routed,
-    )
+    to_compute = max(0, job.prompt_tokens - end.usage.cached)
+    sizes = job.prompt_tokens, to_compute, end.usage.completion
+    return Neighbour(*job[:4], part, *sizes, job.stored_ns, until_ns=routed)
 
 
 # --- on a terminal ---

@@ -55,7 +55,9 @@ async def finish(bus: Bus, request: GenerateRequest, routed: int, first: int, en
         submitted=encode(request),
     )
     await bus.js.publish(
-        bus.subjects.done(request.tenant, request.model, request.id), encode(event), headers={HEADER_MSG_ID: request.id}
+        bus.subjects.done(request.tenant, request.recorded_under, request.id),
+        encode(event),
+        headers={HEADER_MSG_ID: request.id},
     )
 
 
@@ -91,6 +93,17 @@ async def test_those_ahead_and_those_beside_are_told_apart_by_the_times_of_their
     assert worker.generated_tokens == pytest.approx(10 + 10 + 5, abs=1)
     assert not worker.older_unread
     assert neighbours.routers == ()
+
+
+async def test_the_record_of_one_that_ran_as_a_fallback_is_found_under_the_model_that_was_asked_for(bus: Bus) -> None:
+    other = msgspec.structs.replace(await accept(bus, tenant="a"), model="small", asked="tiny", fallback=1)
+    before = await send(bus, other)
+    asked = await accept(bus, tenant="b")
+    at = await send(bus, asked)
+    await finish(bus, other, before, at - 1, at + 100 * MS)
+    await finish(bus, asked, at, at + 200 * MS, at + 400 * MS)
+    (worker,) = (await read_neighbours(bus, await read_timeline(bus, asked.id))).workers
+    assert [(each.id, each.model, each.part) for each in worker.requests] == [(other.id, "small", "running")]
 
 
 async def test_a_router_s_held_requests_are_those_that_waited_at_the_same_time(bus: Bus) -> None:
