@@ -358,8 +358,8 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
         Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
         Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
         Route("/v1/media/{name}", GeneratedFiles(gateway).get),
-        Route("/v1/load_lora_adapter", api.load_adapter, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", api.unload_adapter, methods=["POST"]),
+        Route("/v1/load_lora_adapter", api.changes(gateway.adapters.load), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", api.changes(gateway.adapters.unload), methods=["POST"]),
         Route("/v1/admin/weights", api.weights, methods=["GET"]),
         Route("/v1/admin/pause", api.changes(gateway.weights.pause), methods=["POST"]),
         Route("/v1/admin/update_weights", api.changes(gateway.weights.update), methods=["POST"]),
@@ -443,16 +443,12 @@ class _Api:
 
     def _for_messages(self, caller: Caller) -> dict[str, MessagesModel]:
         """Models that take messages, as Anthropic describes them."""
-        began = datetime.fromtimestamp(self._gateway.started_ns // 1_000_000_000, UTC)
-        created, models = began.strftime("%Y-%m-%dT%H:%M:%SZ"), {}
-        for name, model in self._gateway.fleet.listed():
-            if caller.may_name(name):
-                length = model.card.max_model_len or None
-                models[name] = MessagesModel(name, name, created, length, length)
-        for adapter, model in self._gateway.fleet.adapters(caller):
-            length = model.card.max_model_len or None
-            models[adapter.name] = MessagesModel(adapter.name, adapter.name, created, length, length)
-        return models
+        gateway = self._gateway
+        created = datetime.fromtimestamp(gateway.started_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        served = [(name, model) for name, model in gateway.fleet.listed() if caller.may_name(name)]
+        served += [(adapter.name, model) for adapter, model in gateway.fleet.adapters(caller)]
+        lengths = {name: model.card.max_model_len or None for name, model in served}
+        return {name: MessagesModel(name, name, created, length, length) for name, length in lengths.items()}
 
     async def models(self, request: Request) -> Response:
         caller = caller_of(request.scope)
@@ -469,22 +465,13 @@ class _Api:
             raise ServingError(Code.model_not_found, f"model {name[:200]!r} is not served here", param="model")
         return _reply(card)
 
-    async def load_adapter(self, request: Request) -> Response:
-        return await self._changed(request, self._gateway.adapters.load)
-
-    async def unload_adapter(self, request: Request) -> Response:
-        return await self._changed(request, self._gateway.adapters.unload)
-
-    async def _changed(self, request: Request, change: Callable[[bytes, Caller], Awaitable[str]]) -> Response:
-        body = await read_body(request.scope, request.receive, MOST_ADAPTER_BYTES)
-        return Response(await change(body, caller_of(request.scope)), media_type="text/plain")
-
     def changes(self, change: Callable[[bytes, Caller], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler of an endpoint of operators that answers with an object."""
+        """The handler of an endpoint of operators, which answers with an object or a text."""
 
         async def handle(request: Request) -> Response:
             body = await read_body(request.scope, request.receive, MOST_ADAPTER_BYTES)
-            return _reply(await change(body, caller_of(request.scope)))
+            answer = await change(body, caller_of(request.scope))
+            return Response(answer, media_type="text/plain") if isinstance(answer, str) else _reply(answer)
 
         return handle
 
