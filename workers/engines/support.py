@@ -215,7 +215,7 @@ SUPPORT: Mapping[str, Support] = {
         diffusion=NO,
         embed=NO,
         lora="linear layers; not with data-parallel replicas",
-        weights="aggregated, without draft model",
+        weights="aggregated, without LoRA, draft model",
         cpu=NO,
     ),
     "openai": Support(

@@ -65,9 +65,12 @@ def weight_commands(runtime: EngineRuntime[SglangApi], path: Path, tree: Tree) -
         tree: the engine's arguments.
     """
     manager, commands = runtime.llm.tokenizer_manager, runtime.api.commands
-    drafts = (
-        "" if tree.get("speculative_algorithm") in (None, "NGRAM") else "SGLang gives a draft model the same folder"
-    )
+    fixed = ""
+    drafts = "a draft model stays on the device" if tree.get("speculative_algorithm") not in (None, "NGRAM") else ""
+    if drafts:
+        fixed = "SGLang loads a folder into the model and its draft model; restart workers"
+    elif tree.get("enable_lora"):  # its wrapped layers name some of their tensors otherwise
+        fixed = "SGLang's weights are not replaced below LoRA adapters; restart workers"
     saver = "" if tree.get("enable_memory_saver") else NO_SAVER
 
     async def idle() -> bool:
@@ -89,9 +92,7 @@ def weight_commands(runtime: EngineRuntime[SglangApi], path: Path, tree: Tree) -
     async def wake() -> None:
         await manager.resume_memory_occupation(commands.ResumeMemoryOccupationReqInput())
 
-    return WeightCommands(
-        path, idle, load, sleep, wake, EMPTIED, drafts and f"{drafts}; restart workers", drafts or saver
-    )
+    return WeightCommands(path, idle, load, sleep, wake, EMPTIED, fixed, drafts or saver)
 
 
 def adapter_of(

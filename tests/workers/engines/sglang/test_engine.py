@@ -38,9 +38,21 @@ def test_an_adapter_that_is_unloaded_while_it_is_used_goes_behind_its_last_seque
         for seed, name in enumerate(("poet", "clerk"))
     )
     adapters.add("poet@1", adapters.prepare(poet, "poet@1"))
+    weights = driver.engine.weights
+    assert weights is not None
+    with pytest.raises(RequestError, match="not replaced below LoRA adapters"):
+        weights.read(modeldir.TINY)
+    whole = driver.answer(ask("whole", PROMPT, 40, adapter="poet@1"))
+    driver.engine.submit(ask("paused", PROMPT, 40, adapter="poet@1"))
+    driver.until(lambda: bool(driver.seen.of("paused")), "the first token")
+    weights.hold()
+    driver.until(lambda: weights.settled, "rest")
+    weights.proceed()
+    driver.until(lambda: "paused" in driver.seen.ended(), "its end")
+    assert driver.seen.tokens("paused") == whole
     driver.engine.submit(ask(0, PROMPT, 200, adapter="poet@1"))
     driver.engine.submit(ask(1, PROMPT, 200, adapter="poet@1"))
-    driver.until(lambda: bool(driver.seen.outputs), "the first token")
+    driver.until(lambda: bool(driver.seen.of(0)), "the first token")
     adapters.remove("poet@1")
     adapters.add("clerk@1", adapters.prepare(clerk, "clerk@1"))
     assert set(manager.lora_registry) == {"poet@1", "clerk@1"}
