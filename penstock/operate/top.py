@@ -1,8 +1,11 @@
 """``penstock top``: a running deployment in the terminal."""
 
 import asyncio
+import contextlib
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.console import Console, Group
@@ -46,10 +49,11 @@ _ENDS = {"done": "green", "failed": "red", "cancelled": "yellow"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Show the deployment until Ctrl-C; the exit status."""
+    """Show the deployment until Ctrl-C or the key q; the exit status."""
     parser = Parser(
         prog="penstock top",
-        description="watch a running deployment: workers, queues, rates, streams and the last requests",
+        description="watch a running deployment: workers, queues, rates, streams and the last requests; "
+        "q or Ctrl-C ends it",
     )
     parser.add_argument("--interval", default="1s", metavar="TIME", help="between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
@@ -88,11 +92,41 @@ async def _print(observer: Observer, console: Console, interval_s: float, *, onc
 
 
 async def _live(observer: Observer, console: Console, interval_s: float) -> None:
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        while True:
+    with Live(console=console, auto_refresh=False, screen=True) as live, _ended_by_key() as ended:
+        while not ended.is_set():
             began = time.monotonic()
             live.update(picture(await observer.look(), console.width), refresh=True)
-            await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), max(0.0, interval_s - (time.monotonic() - began)))
+
+
+@contextlib.contextmanager
+def _ended_by_key() -> Iterator[asyncio.Event]:
+    """An event that q sets, read key by key; nothing sets it where the standard input is no terminal."""
+    ended = asyncio.Event()
+    if not sys.stdin.isatty():
+        yield ended
+        return
+    import termios
+    import tty
+
+    terminal, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(terminal)
+
+    def read() -> None:
+        keys = os.read(terminal, 64)
+        if not keys:
+            loop.remove_reader(terminal)
+        if b"q" in keys:
+            ended.set()
+
+    try:
+        tty.setcbreak(terminal)
+        loop.add_reader(terminal, read)
+        yield ended
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def picture(snapshot: DeploymentSnapshot, width: int) -> Group:

@@ -3,6 +3,11 @@
 import asyncio
 import io
 import json
+import os
+import pty
+import select
+import sys
+import termios
 import time
 
 import msgspec
@@ -263,3 +268,31 @@ async def test_the_command_prints_one_object_per_look(
     assert seen["namespace"] == bus.subjects.namespace
     assert abs(seen["at_ns"] - time.time_ns()) < 60e9
     assert {queue["priority"] for queue in seen["queues"]} == {"interactive", "standard", "batch"}
+
+
+async def test_q_ends_it_and_the_terminal_is_as_before(bus: Bus, broker: EmbeddedNats) -> None:
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    flags = ["--interval", "200ms", "--nats-url", broker.url(), "--namespace", bus.subjects.namespace]
+    top = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "penstock", "top", *flags, stdin=theirs, stdout=theirs, stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(30):
+            shown = b""
+            while b"workers ready" not in shown:
+                shown += await asyncio.to_thread(os.read, ours, 1 << 16)
+            assert not termios.tcgetattr(theirs)[3] & termios.ICANON
+            os.write(ours, b"xq")
+            while top.returncode is None:  # what it writes has to be read, or it waits
+                if (await asyncio.to_thread(select.select, [ours], [], [], 0.1))[0]:
+                    os.read(ours, 1 << 16)
+        assert top.returncode == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        if top.returncode is None:
+            top.kill()
+            await top.wait()
+        os.close(ours)
+        os.close(theirs)
