@@ -152,9 +152,10 @@ def _colour(phase: Phase) -> str:
 def _event(entry: InspectedEvent, begin_ns: int) -> str:
     text = escape(line_of(entry))
     if entry.candidates:
-        text += f"<details><summary>scores of {len(entry.candidates)} targets</summary>{_scores(entry)}</details>"
+        targets = counted(len(entry.candidates), "target")
+        text += f"<details><summary>scores of {targets}</summary>{_scores(entry)}</details>"
     attempt = str(entry.attempt or "")
-    after = f"{(entry.at_ns - begin_ns) / 1e6:.1f} ms"
+    after = span((entry.at_ns - begin_ns) / 1e6)
     return f'<tr><td class="n">{after}</td><td class="n">{attempt}</td><td>{entry.kind}</td><td>{text}</td></tr>'
 
 
