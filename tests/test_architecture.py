@@ -316,6 +316,20 @@ def test_the_flags_that_a_page_names_exist(page: str) -> None:
     assert named - known - COMMAND_FLAGS - PEERS_FLAGS == set()
 
 
+def test_the_flags_that_an_error_names_exist() -> None:
+    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", tests.generated.settings.page())) | flags() | COMMAND_FLAGS
+    strings, raised = set[str](), set[str]()
+    for part in ("penstock", "configs", "gateway", "infra", "router", "schemas", "workers"):
+        for path in (ROOT / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                found = strings if not isinstance(node, ast.Raise) else raised
+                texts = ast.walk(node) if found is raised else [node]
+                found |= {t.value for t in texts if isinstance(t, ast.Constant) and isinstance(t.value, str)}
+    named = {name for text in raised for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+\b(?!-)", text)}
+    assert len(named) > 100
+    assert named - known - strings - PEERS_FLAGS - {"--servers"} == set()  # the last is of systemd's own flags
+
+
 def test_the_changelog_has_no_links_to_files() -> None:
     """It is also a page of the site, in docs/, from where a link that works on the front page leads nowhere."""
     assert re.findall(r"\]\((?!https?://)[^)]*\)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) == []

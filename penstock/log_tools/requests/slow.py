@@ -258,7 +258,7 @@ class Samples:
         if count < LEAST or len(self) - count < LEAST:
             raise ValueError(
                 f"{len(self)} requests have what is compared, and the slowest {percent:g} % are {count}: at least "
-                f"{LEAST} are needed; choose a longer time with --since, or a larger --percent"
+                f"{LEAST} are needed; choose a longer time with --since, or a larger --slowest"
             )
         took = np.frombuffer(self._took)
         from_ms = float(np.partition(took, len(took) - count)[len(took) - count])
