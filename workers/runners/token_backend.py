@@ -301,13 +301,13 @@ def build_engine(
 
             engine = trtllm.from_settings(settings, path, logits_processors.from_settings(settings, path))
     elif settings.engine == "vllm":
-        from penstock.workers.engines import vllm
+        from penstock.workers.engines.vllm.build import from_settings as vllm_engine
 
-        engine = vllm.from_settings(settings, path, asked)
+        engine = vllm_engine(settings, path, asked)
     elif settings.engine == "sglang":
-        from penstock.workers.engines import sglang
+        from penstock.workers.engines.sglang.build import from_settings as sglang_engine
 
-        engine = sglang.from_settings(settings, path, asked)
+        engine = sglang_engine(settings, path, asked)
     elif settings.engine == "openai":
         from penstock.workers.engines import openai
 

@@ -394,3 +394,16 @@ def test_what_the_encoding_of_the_output_lacks_is_replaced() -> None:
         capture_output=True, timeout=60, check=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"},
     )  # fmt: skip
     assert said.stdout.endswith(b"1 ? 2\n")
+
+
+def test_what_only_engines_need_is_not_needed_to_show_a_recipe() -> None:
+    """As after `make up` without a GPU: pyzmq comes with the extras of engines that publish their events over it."""
+    code = (
+        "import sys; sys.modules['zmq'] = None\n"
+        "from penstock.cli.commands import COMMANDS, load\n"
+        "for command in COMMANDS.values():\n    load(command.run)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (run.returncode, run.stderr) == (0, "")

@@ -157,15 +157,15 @@ def _trtllm(settings: WorkerSettings, path: Path) -> Engine:
 
 
 def _vllm(settings: WorkerSettings, path: Path) -> Engine:
-    from penstock.workers.engines import vllm
+    from penstock.workers.engines.vllm.build import from_settings as vllm_engine
 
-    return vllm.from_settings(settings, path)  # type: ignore[no-any-return]
+    return vllm_engine(settings, path)  # type: ignore[no-any-return]
 
 
 def _sglang(settings: WorkerSettings, path: Path) -> Engine:
-    from penstock.workers.engines import sglang
+    from penstock.workers.engines.sglang.build import from_settings as sglang_engine
 
-    return sglang.from_settings(settings, path)
+    return sglang_engine(settings, path)
 
 
 ALL = (

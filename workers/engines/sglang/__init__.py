@@ -11,7 +11,3 @@ Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handof
 installed release has), ``follower`` (its output), ``adapter``, ``plugin`` (what runs in SGLang's processes), ``build``.
 Nothing here imports sglang before an engine is built.
 """
-
-from penstock.workers.engines.sglang.build import from_settings
-
-__all__ = ["from_settings"]

@@ -12,7 +12,3 @@ Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handof
 installed release has), ``follower`` (its output), ``adapter``, ``plugin`` and ``logits_processors`` (what
 runs in vLLM's processes), ``build``. Nothing here imports vllm before an engine is built.
 """
-
-from penstock.workers.engines.vllm.build import from_settings
-
-__all__ = ["from_settings"]
