@@ -278,7 +278,7 @@ class Recovery:
         return returns
 
     async def resume(self, pending: PendingRequest) -> PendingRequest | None:
-        """A new request, after the output that the token stream has of it already.
+        """A request that resumes, after the output that the token stream has of it already.
 
         Output from another cell is attempt 0. A request that its gateway stored again has the output of attempts whose
         jobs are lost. None: it has all of its output, and is ended here; its message is acknowledged after that.
@@ -287,8 +287,6 @@ class Recovery:
             ServingError: the output cannot be read (yet).
         """
         request, lost = pending.request, pending.request.interrupted_attempt
-        if not (lost or request.resumes):
-            return pending
         address, since_ns = request.token_address, time_of(request.id) - CLOCK_SKEW_NS
         # Attempt 0 is the fence of attempt -1.
         before = InterruptedAttempt(

@@ -285,13 +285,16 @@ class Router:
         if request.id in self.terminal.ending or self.held.delivered_again(request.id, message.reply):
             return
         pending = PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns())
-        try:
-            resumed = await self.recovery.resume(pending)
-        except ServingError as error:  # it is delivered again
-            log.warning("resumption_postponed", request=request.id, error=error.message)
-            return
-        if resumed is not None:
-            await self.place(resumed)
+        if request.resumes or request.interrupted_attempt:
+            try:
+                resumed = await self.recovery.resume(pending)
+            except ServingError as error:  # it is delivered again
+                log.warning("resumption_postponed", request=request.id, error=error.message)
+                return
+            if resumed is None:
+                return
+            pending = resumed
+        await self.place(pending)
         await self._time_slice.yield_if_spent()
 
     async def place(self, pending: PendingRequest, *, held: bool = False) -> bool:

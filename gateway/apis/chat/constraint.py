@@ -221,23 +221,17 @@ def resolve_constraint(
     """
     if context.carries_chat:
         return None  # the server applies it
-    try:
-        return _resolved(body, parsing, context)
-    except ServingError as error:
-        if not context.inputs or error.code != Code.unsupported:
-            raise
-    # The model is told what texts must match. That has to do where its format cannot keep it.
-    return _resolved(body, parsing, context._replace(inputs={}))
-
-
-def _resolved(
-    body: ChatCompletionRequest | CompletionRequest, parsing: Parsing | None, context: PrepareContext
-) -> Wanted | None:
     asked = asked_of_content(body)
     field, constraint = asked if asked is not None else ("", None)
     tools: tuple[Tool, ...] = ()
     if isinstance(body, ChatCompletionRequest):
-        field, constraint, tools = whole_answer(body, asked, parsing, context)
+        try:
+            field, constraint, tools = whole_answer(body, asked, parsing, context)
+        except ServingError as error:
+            if not context.inputs or error.code != Code.unsupported:
+                raise
+            # The model is told what texts must match. That has to do where its format cannot keep it.
+            return resolve_constraint(body, parsing, context._replace(inputs={}))
     if constraint is None:
         return None
     if constraint.kind == STRUCTURAL_TAG:
@@ -246,12 +240,15 @@ def _resolved(
         raise invalid(field, f"{field} takes {size} bytes as a grammar; the limit is {MAX_BYTES}")
     marks: tuple[str, ...] = (CONSTRAINT, CONSTRAINT_LARK) if constraint.kind == LARK else (CONSTRAINT,)
     able = context.logits_processors
-    if able is not None and not able.issuperset(marks):
-        raise unsupported(field, NOT_HERE)
-    if special := _special_text(asked, tools, context):
+    refused = NOT_HERE if able is not None and not able.issuperset(marks) else ""
+    if not refused and (special := _special_text(asked, tools, context)):
         marks += (CONSTRAINT_SPELLED,)
         if able is not None and CONSTRAINT_SPELLED not in able:
-            raise unsupported(field, NOT_SPELLED.format(repr(special)))
+            refused = NOT_SPELLED.format(repr(special))
+    if refused and context.inputs:
+        return resolve_constraint(body, parsing, context._replace(inputs={}))
+    if refused:
+        raise unsupported(field, refused)
     return Wanted(constraint, field, marks, asked, tools)
 
 

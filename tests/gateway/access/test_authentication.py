@@ -221,9 +221,10 @@ def test_a_port_that_others_reach_is_named_with_what_to_do(host: str) -> None:
 
 
 def test_of_two_ports_the_one_that_was_asked_for_is_named() -> None:
-    with listen("0.0.0.0", 0) as own, listen("0.0.0.0", 0) as shared, pytest.raises(Exposed) as caught:
-        check_loopback([own, shared])
-    assert str(caught.value).startswith(f"0.0.0.0:{shared.getsockname()[1]} is reachable")
+    with listen("0.0.0.0", 0) as own, listen("0.0.0.0", 0) as shared:
+        with pytest.raises(Exposed) as caught:
+            check_loopback([own, shared])
+        assert str(caught.value).startswith(f"0.0.0.0:{shared.getsockname()[1]} is reachable")
 
 
 def test_a_gateway_behind_proxies_needs_keys_also_on_loopback() -> None:
