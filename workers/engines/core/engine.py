@@ -257,13 +257,19 @@ class ReplaceableWeights:
 
 
 class InflightStep(NamedTuple):
-    """A step that was launched and not yet committed. ``ending``: prompts that end in this step and are handed off."""
+    """A step that was launched and not yet committed.
+
+    Attributes:
+        ending: prompts that end in this step and are handed off.
+        began: when its launch began.
+    """
 
     plan: list[ScheduledSequence]
     scoring: list[ScheduledSequence]
     failures: list[Failure]
     launched: PendingStep
     ending: list[PinnedPrompt]
+    began: float
 
 
 class ScheduledEngine:
@@ -322,6 +328,7 @@ class ScheduledEngine:
         self._processors = processors or Registry()
         self.ahead = ahead
         self.inflight: InflightStep | None = None
+        self._computes_since = self._computed_at = 0.0  # the step that returned last, and its result
         self.executor = executor
         owned = executor if executor is not None else ahead
         assert owned is not None
@@ -379,7 +386,11 @@ class ScheduledEngine:
         result = self._step()
         tokens = result.computed_tokens - len(result.outputs)
         if tokens >= LEAST_PROMPT_TOKENS:
-            took = (time.perf_counter() - began) / tokens * self.info.block_size
+            if self.ahead is not None:  # the step before launched it, and this one may have launched another
+                began, ended = self._computes_since, self._computed_at
+            else:
+                ended = time.perf_counter()
+            took = (ended - began) / tokens * self.info.block_size
             for host in hosts:
                 host.compute_s += (took - host.compute_s) * (PROMPT_SHARE if host.compute_s else 1.0)
         return result
@@ -486,9 +497,9 @@ class ScheduledEngine:
     ) -> StepResult:
         """Launch this plan, then wait for the previous one and commit it."""
         assert self.ahead is not None
-        done, self.inflight = self.inflight, None
+        done, self.inflight, began = self.inflight, None, time.perf_counter()
         if plan:
-            self.inflight = InflightStep(plan, scoring, failures, self.ahead.launch(plan, scoring), ending)
+            self.inflight = InflightStep(plan, scoring, failures, self.ahead.launch(plan, scoring), ending, began)
             failures = []
         launched = time.perf_counter()
         if done is None:
@@ -501,7 +512,9 @@ class ScheduledEngine:
                     self.written(waypoint.layers)
             sampled = done.launched.result()
             self.written(0)
-            ahead_s = time.perf_counter() - launched
+            now = time.perf_counter()
+            ahead_s = now - launched
+            self._computes_since, self._computed_at = max(done.began, self._computed_at), now
             result = self.scheduler.commit(done.plan, sampled, done.scoring)
             failures = done.failures + failures
             if plan:

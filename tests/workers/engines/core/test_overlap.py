@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 from penstock.schemas.requests import Sampling
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.constraints.token_mask import Matcher
-from penstock.workers.engines.core.blocks import BlockManager
+from penstock.workers.engines.core.blocks import BlockManager, HostCache
 from penstock.workers.engines.core.engine import ScheduledEngine, scheduler_stats
 from penstock.workers.engines.core.running import SchedulerConfig
 from penstock.workers.engines.core.scheduler import Scheduler
@@ -22,6 +22,7 @@ from penstock.workers.engines.engine_protocol import EngineInfo, PinnedPrompt, R
 from penstock.workers.engines.mock.executor import MockExecutor, MockVocabulary, expected_tokens
 from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
+from tests.workers.engines.core.test_offload import Copier
 
 WORDS = MockVocabulary(6, excluded=(2,))
 STOP = 4  # a token that ends some answers: learned one step late
@@ -123,6 +124,35 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known() -> N
     assert [output.finish for output in rest] == ["", "", "", "", "length"]
     assert executor.unknown == 5
     assert not engine.has_work()
+
+
+def test_what_computing_a_block_takes_has_its_launch_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers weigh by it what bringing a block back from host memory costs."""
+    host, executor, now = HostCache(8), Late(4), [0.0]
+    config = SchedulerConfig(block_size=4, max_running=4, max_batched_tokens=32, max_model_len=24)
+    scheduler = Scheduler(BlockManager(32, host=host), config)
+    info = EngineInfo("late", 4, 32, 4, 24, 6, (), True)
+    engine = ScheduledEngine(info, scheduler, None, ahead=executor, copier=Copier(executor.pool.content))
+    monkeypatch.setattr("penstock.workers.engines.core.engine.LEAST_PROMPT_TOKENS", 1)
+    monkeypatch.setattr("penstock.workers.engines.core.engine.PROMPT_SHARE", 1.0)
+    monkeypatch.setattr("penstock.workers.engines.core.engine.time.perf_counter", lambda: now[0])
+    launch = executor.launch
+
+    def launches(plan: list[ScheduledSequence], scoring: Sequence[ScheduledSequence] = ()) -> Step:
+        now[0] += 0.060
+        return launch(plan, scoring)
+
+    def result(step: Step) -> list[Sampled]:
+        now[0] += 0.040
+        return step._sampled
+
+    monkeypatch.setattr(executor, "launch", launches)
+    monkeypatch.setattr(Step, "result", result)
+    engine.submit(request("a", [0, 1, 0, 1, 0, 1, 0, 1, 0], 1, root=ROOT))
+    engine.submit(request("b", [1, 1, 0, 1, 0, 1, 0, 1, 0], 1, root=ROOT))
+    while engine.has_work():
+        engine.step()
+    assert host.compute_s == pytest.approx(0.100 / 16 * 4)
 
 
 def test_a_step_that_had_ended_before_the_next_was_launched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
