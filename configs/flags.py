@@ -7,6 +7,7 @@ value ends the process with status 2 and a message that names the flag, the valu
 """
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -89,7 +90,8 @@ class BadSettings(ValueError):
     """Flags that are missing, or that fit neither each other nor the deployment; a command raises it."""
 
 
-def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
+@functools.cache
+def flags_of(kind: type[msgspec.Struct]) -> tuple[Flag, ...]:
     """The flags of a settings Struct, in the order of its fields."""
     from penstock.configs.settings import SameAs  # commands without settings use this module, too
 
@@ -105,7 +107,7 @@ def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
         texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta) and meta.description]
         choices = tuple(get_args(bare)) if get_origin(bare) is Literal else ()
         flags.append(Flag(field.name, hint, " ".join(texts), choices, bare, kind))
-    return flags
+    return tuple(flags)
 
 
 def in_groups(kind: type[msgspec.Struct], flags: Sequence[Flag]) -> dict[str, list[Flag]]:

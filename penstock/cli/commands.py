@@ -420,18 +420,18 @@ def unknown_variables(environ: Mapping[str, str], kind: Any) -> dict[str, str]:
     """
     from penstock.configs import flags
 
-    known = {flag.field for flag in flags.flags_of(kind)}
+    known = {*kind.__struct_fields__}
     if not flags.unknown_variables(environ, known):
         return {}
     for command in COMMANDS.values():
         if command.settings not in (ARGV, NOTHING) and ("configs" in command.settings or ":" not in command.settings):
-            known |= {flag.field for flag in flags.flags_of(_settings_of(command))}
+            known |= {*_settings_of(command).__struct_fields__}
     if not flags.unknown_variables(environ, known):
         return {}
     for command in COMMANDS.values():  # the modules of these take longer to load, and some need a clone
         if command.settings not in (ARGV, NOTHING):
             with contextlib.suppress(ImportError, SystemExit):
-                known |= {flag.field for flag in flags.flags_of(_settings_of(command))}
+                known |= {*_settings_of(command).__struct_fields__}
     return flags.unknown_variables(environ, known)
 
 
