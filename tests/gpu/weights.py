@@ -74,6 +74,7 @@ def place(size: int) -> str:
 def save(model: Any, folder: Path) -> None:
     """As ``save_pretrained``, which takes seven times as long."""
     folder.mkdir()
+    model.config.architectures = [type(model).__name__]  # which SGLang needs
     model.config.save_pretrained(folder)
     tensors = {name: each.contiguous() for name, each in model.state_dict().items()}
     header, _ = _header(tensors, {name: each.dtype for name, each in tensors.items()})
