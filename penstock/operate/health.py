@@ -58,8 +58,9 @@ def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False, listed
 def problem_at(url: str, timeout_s: float, workers: int = 0) -> str:
     """Why a GET of this URL is not answered with a status below 400, or with too few ready workers; "": it is."""
     parts = urlsplit(url)
+    place = parts.netloc.rpartition("@")[2]  # without a password
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return f"{url} is not an http URL"
+        return f"{parts._replace(netloc=place).geturl()} is not an http URL"
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
         # A process of this machine, whose certificate is made for its clients' name of it.
@@ -73,7 +74,7 @@ def problem_at(url: str, timeout_s: float, workers: int = 0) -> str:
         answer = connection.getresponse()
         body = answer.read(MOST_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        return f"no answer from {parts.netloc} ({error or type(error).__name__})"
+        return f"no answer from {place} ({error or type(error).__name__})"
     finally:
         connection.close()
     if answer.status >= 400:

@@ -111,3 +111,11 @@ def test_a_role_is_asked_at_the_address_it_was_started_with(host: str, place: st
     for role in ("router", "worker"):
         environ = {"PENSTOCK_METRICS_HOST": host, "PENSTOCK_METRICS_PORT": "7", "PENSTOCK_HTTP_HOST": "10.9.9.9"}
         assert url_of(role, environ) == f"http://{place}/metrics"
+
+
+def test_a_password_in_the_url_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for scheme in ("http", "ftp"):
+        assert run(["gateway", "--url", f"{scheme}://user:s3cret@127.0.0.1:{free_port()}/health"]) == 1
+        error = capsys.readouterr().err
+        assert "127.0.0.1" in error
+        assert "s3cret" not in error
