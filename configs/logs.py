@@ -12,6 +12,8 @@ import select
 import stat
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import IO, Any, Literal, cast
 
@@ -90,13 +92,17 @@ class OutputStream:
         self._lost = 0
         self._cut = False  # the last line that was taken has no end
         self._lock = threading.RLock()  # an object that is destroyed meanwhile may log
-        self._fd, self._most, self._poll = -1, sys.maxsize, select.poll()
+        self._fd, self._to, self._most, self._poll = -1, -1, sys.maxsize, select.poll()
         with contextlib.suppress(OSError, ValueError, AttributeError):  # text in memory has none
-            self._fd = cast(IO[str], stream).fileno()
+            self._fd = self._to = stream.fileno()  # type: ignore[union-attr]
             self._poll.register(self._fd, select.POLLOUT)
             # When poll says that a pipe takes something, it takes PIPE_BUF bytes without a wait.
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 self._most = select.PIPE_BUF
+            if os.isatty(self._fd):  # one that takes a byte may wait with the next, and the shared file would block
+                file = os.open(f"/dev/fd/{self._fd}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._to = file
+                weakref.finalize(self, os.close, file)
 
     def write(self, text: str) -> int:
         self.write_bytes(text.encode(self.encoding, "backslashreplace"))
@@ -109,11 +115,15 @@ class OutputStream:
                 cast(IO[str], self._stream).write(data.decode(self.encoding, "replace"))
             return
         with self._lock:
-            left = memoryview(b"\n" + data if self._cut else data)
-            while left and self._poll.poll(0 if self._lost else self.WAIT_MS):
+            left, waits = memoryview(b"\n" + data if self._cut else data), 0 if self._lost else self.WAIT_MS
+            while left and self._poll.poll(waits):
                 try:
-                    left = left[os.write(self._fd, left[: self._most]) :]
-                except BlockingIOError:  # whoever shares this pipe made it so
+                    left = left[os.write(self._to, left[: self._most]) :]
+                except BlockingIOError:  # whoever shares this pipe made it so; or a terminal takes no line break
+                    if not waits:
+                        break
+                    waits -= 1
+                    time.sleep(0.001)
                     continue
                 except OSError:
                     break

@@ -160,3 +160,20 @@ def test_output_that_is_closed_from_the_start_is_no_error() -> None:
     out = OutputStream(None)
     assert out.write("lost\n") == 5
     assert not out.isatty()
+
+
+def test_a_terminal_that_takes_nothing_more_holds_nothing_up() -> None:
+    """A test that hangs here has failed: poll says that a terminal takes something although not a whole line."""
+    reading, writing = os.openpty()
+    with os.fdopen(writing, "w") as terminal:
+        missed: list[int] = []
+        out = OutputStream(terminal, missed.append)
+        assert out.isatty()
+        for _ in range(1000):
+            out.write("x" * 200 + "\n")
+        while not missed:
+            os.read(reading, 4096)
+            out.write("again\n")
+        assert 0 < missed[0] <= 1000
+        assert os.get_blocking(writing), "other processes share the terminal"
+    os.close(reading)
