@@ -148,8 +148,10 @@ class Process:
         """The end of what the last run wrote."""
         try:
             with self.log_path.open("rb") as log:
-                log.seek(self._log_start)
-                return log.read()[-65536:].decode(errors="replace").splitlines()[-count:]
+                size = log.seek(0, os.SEEK_END)
+                since = self._log_start if self._log_start <= size else 0  # ``bound_log`` has emptied it meanwhile
+                log.seek(max(since, size - 65536))
+                return log.read().decode(errors="replace").splitlines()[-count:]
         except OSError:
             return []
 

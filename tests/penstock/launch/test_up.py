@@ -530,6 +530,23 @@ def test_a_log_is_emptied_although_the_disk_is_full(tmp_path: Path, monkeypatch:
     assert not bound_log(log)
 
 
+async def test_the_last_lines_of_a_child_are_found_after_its_log_was_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say why it failed."""
+    monkeypatch.setattr("penstock.infra.process.child.LOG_BYTES", 1000)
+    child = process(tmp_path, "print('why')")
+    child.log_path.write_bytes(b"an earlier run\n" * 50)
+    await child.start()
+    await child.wait()
+    assert child.last_lines() == ["why"]
+    with child.log_path.open("ab", buffering=0) as log:
+        log.write(b"x" * 1000)
+        assert bound_log(child.log_path)
+        log.write(b"why again\n")
+    assert child.last_lines() == ["why again"]
+
+
 @given(st.lists(st.floats(min_value=0, max_value=29), min_size=1, max_size=20))
 def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(lives: list[float]) -> None:
     backoff = RestartBackoff()
