@@ -15,7 +15,7 @@ import termios
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -320,6 +320,8 @@ class HttpConnection(HttpToolsProtocol):
                 self.refuse(self._refusal)
                 return
             self._refusal = None
+            brief = dict.fromkeys(("header_s", "body_s", "write_s"), REFUSED_LINGER_S)
+            self._limits = replace(self._limits, **brief)  # it is kept no longer than one that is refused
         self._kept_since = 0.0
         if self._receiving:
             self._small = False

@@ -494,6 +494,15 @@ async def test_probes_and_scrapes_are_answered_once_beyond_the_limit(serve: Serv
         assert status(await serving.ask(GET.replace(b"GET /", b"GET /metricsx"))) == 503
 
 
+async def test_a_probe_beyond_the_limit_takes_no_longer_than_a_refusal(serve: Serve) -> None:
+    """Few connections are answered beyond it: slow ones must not take the place of probes."""
+    serving = await serve(connections=1)
+    async with asyncio.timeout(10), serving.client(GET) as (reader, _):
+        await reader.readuntil(b"\r\n\r\n0")
+        async with serving.client(b"GET /health/live HTTP/1.1\r\nhost:") as (answer, _):
+            assert status(await everything(answer)) == 408
+
+
 async def test_refused_connections_that_stay_do_not_add_up(serve: Serve) -> None:
     serving = await serve(connections=1, header_s=1.0)
     async with asyncio.timeout(20):
