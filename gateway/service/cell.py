@@ -315,7 +315,7 @@ class Cell:
             found = await find_lost(self.bus, self.bus.subjects.stream("REQUESTS"), stored)
             lost += [waiting[seq] for seq, _ in sorted(found)]
         for inflight in lost:
-            attempt = max(0, inflight.fold.attempt)
+            attempt = max(1, inflight.fold.attempt)  # a worker may be about to stream the first one
             request = msgspec.structs.replace(inflight.request, interrupted_attempt=attempt)
             if request.no_store:
                 payload = wire.encode(self.unstored.without_content(request))

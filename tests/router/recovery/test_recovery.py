@@ -34,6 +34,7 @@ from penstock.schemas.fleet import WorkerState
 from penstock.schemas.jobs import Job
 from penstock.schemas.requests import Fallback, GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
+from penstock.schemas.token_dedup import replay
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually, opened
 from tests.infra.nats_server.support import lose_end
@@ -819,6 +820,26 @@ async def test_a_streaming_request_whose_records_and_worker_are_lost_continues_o
                 assert (end.attempt, [ids(each.tokens) for each in end.choices]) == (1, [expected])
         await clients.acknowledged(1)
         assert len(await clients.work()) == bool(left)
+
+
+async def test_a_worker_that_still_has_the_first_attempt_does_not_mix_its_answer_into_the_second(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, one: Routing
+) -> None:
+    """Request and job are lost before the first token, and a router that knows neither reads the request again."""
+    asked = request(max_tokens=20, id=new_request_id())
+    await clients.stub("w1")
+    await one.knows("w1")
+    await clients.ask(msgspec.structs.replace(asked, interrupted_attempt=1))
+    _, job = await clients.placed(asked, 2)
+    assert not any(job.resume)
+    late = TokenItem(asked.id, 1, 0, 0, wire.pack_tokens([7]), None)
+    new = TokenItem(asked.id, 2, 0, 0, wire.pack_tokens([8]), None)
+    fences = [
+        item
+        async for entry in read(clients.bus, pipeline.stream("TOKENS"), pipeline.tokens(GATEWAY))
+        for item in tokens.decode(entry.data).items
+    ]
+    assert [ids(part.tokens) for part in replay([*fences, late, new], 1)] == [[8]]
 
 
 class Cut(Generic[T]):
