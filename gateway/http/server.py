@@ -320,8 +320,8 @@ class HttpConnection(HttpToolsProtocol):
                 self.refuse(self._refusal)
                 return
             self._refusal = None
-            brief = dict.fromkeys(("header_s", "body_s", "write_s"), REFUSED_LINGER_S)
-            self._limits = replace(self._limits, **brief)  # it is kept no longer than one that is refused
+            most_s = REFUSED_LINGER_S  # it is kept no longer than one that is refused
+            self._limits = replace(self._limits, header_s=most_s, body_s=most_s, write_s=most_s)
         self._kept_since = 0.0
         if self._receiving:
             self._small = False
