@@ -303,6 +303,8 @@ class Recovery:
         if lost and len(following.finished) == request.n:
             self._terminal.complete(before)
             return None
+        if lost and before.worker:  # it may still run the attempt, and its end would end the request
+            await self._revoke(before.worker, request.id, lost)
         return following
 
     async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:
@@ -310,7 +312,7 @@ class Recovery:
         if entry is None or entry.attempt != attempt.attempt:
             return  # its terminal event, or the decision of another router, was read in the meantime
         if reason.startswith((STALLED, LATE, jobs.JOB_LOST)) or (reason == WORKER_LOST and entry.later):
-            await self._revoke(entry)
+            await self._revoke(entry.worker, entry.request, entry.attempt)
         dead = self._cluster.returned.of(attempt.request_id).get(attempt.attempt)  # although it may be registered yet
         pending = _next_attempt(attempt, reason, self._bus.clock.now_ns())
         pending.gone = attempt.worker if dead else ""
@@ -363,21 +365,21 @@ class Recovery:
         before = max(0, pending.request.fell_back_at - 1)
         return pending.attempt - uncounted - before > self._max_attempts
 
-    async def _revoke(self, entry: ActiveRequest) -> None:
+    async def _revoke(self, worker: str, request: str, attempt: int) -> None:
         """Stop the worker of the present stage: the attempt is void."""
-        holder = self._cluster.tracker.worker(entry.worker)
+        holder = self._cluster.tracker.worker(worker)
         if holder is None:
             return
         try:
             stored = await self._publisher.send(
                 self._bus.subjects.work(holder.role, holder.worker),
-                wire.encode(jobs.Revoke(entry.request, entry.attempt)),
-                f"{entry.request}:{entry.attempt}:revoke",
+                wire.encode(jobs.Revoke(request, attempt)),
+                f"{request}:{attempt}:revoke",
                 headers=jobs.REVOKE_HEADERS,
             )
             stored.add_done_callback(lambda future: future.cancelled() or future.exception())
         except ServingError as error:  # the worker computes in vain; the answer is not affected
-            log.warning("attempt_not_revoked", request=entry.request, worker=entry.worker, error=error.message)
+            log.warning("attempt_not_revoked", request=request, worker=worker, error=error.message)
 
 
 def _in_cells(pending: PendingRequest) -> int:
@@ -495,6 +497,7 @@ async def _publish_fences(
 
 async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int | None) -> None:
     items: dict[str, list[TokenItem]] = {attempt.request_id: [] for attempt in group}
+    workers: dict[tuple[str, int], str] = {}
     streamed_ns: dict[str, int] = {}
     since = min(attempt.since_ns for attempt in group)
     stream, subject = bus.subjects.tokens_stream(gateway), bus.subjects.tokens(gateway)
@@ -508,6 +511,7 @@ async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt]
             if item.request in items:
                 items[item.request].append(item)
                 if item.choice >= 0 and item.tokens:
+                    workers[item.request, item.attempt] = batch.worker
                     streamed_ns.setdefault(item.request, entry.time_ns)
     for attempt in group:
         assert attempt.request is not None
@@ -516,5 +520,6 @@ async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt]
             raise ServingError(Code.broker_unavailable, f"the fence of {attempt.request_id} cannot be read back yet")
         attempt.progress = replay(progress, attempt.request.n)
         attempt.streamed_ns = streamed_ns.get(attempt.request_id, 0)
+        attempt.worker = attempt.worker or workers.get((attempt.request_id, attempt.attempt), "")
         if attempt.request.sampling.prompt_logprobs is not None:
             attempt.scores = scores(progress)

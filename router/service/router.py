@@ -288,8 +288,8 @@ class Router:
         if request.resumes or request.interrupted_attempt:
             try:
                 resumed = await self.recovery.resume(pending)
-            except ServingError as error:  # it is delivered again
-                log.warning("resumption_postponed", request=request.id, error=error.message)
+            except (ServingError, NatsError, OSError, TimeoutError) as error:  # it is delivered again
+                log.warning("resumption_postponed", request=request.id, error=str(error) or repr(error))
                 return
             if resumed is None:
                 return

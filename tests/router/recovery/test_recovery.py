@@ -822,24 +822,48 @@ async def test_a_streaming_request_whose_records_and_worker_are_lost_continues_o
         assert len(await clients.work()) == bool(left)
 
 
+@pytest.mark.parametrize("streamed", [0, 1])
 async def test_a_worker_that_still_has_the_first_attempt_does_not_mix_its_answer_into_the_second(
-    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, one: Routing
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, one: Routing, streamed: int
 ) -> None:
-    """Request and job are lost before the first token, and a router that knows neither reads the request again."""
+    """Request and job are lost, and a router that knows neither reads the request again."""
     asked = request(max_tokens=20, id=new_request_id())
-    await clients.stub("w1")
+    stub = await clients.stub("w1")
     await one.knows("w1")
+    if streamed:
+        item = TokenItem(asked.id, 1, 0, 0, wire.pack_tokens([6]), None)
+        await clients.bus.js.publish(pipeline.tokens(GATEWAY), wire.encode(TokenBatch(stub.id, 0, 0, (item,))))
     await clients.ask(msgspec.structs.replace(asked, interrupted_attempt=1))
     _, job = await clients.placed(asked, 2)
-    assert not any(job.resume)
-    late = TokenItem(asked.id, 1, 0, 0, wire.pack_tokens([7]), None)
-    new = TokenItem(asked.id, 2, 0, 0, wire.pack_tokens([8]), None)
-    fences = [
+    assert [ids(part) for part in job.resume] == [[6] * streamed]
+    assert await clients.revoked() == [(stub.id, jobs.Revoke(asked.id, 1))] * streamed
+    late = TokenItem(asked.id, 1, 0, streamed, wire.pack_tokens([7]), None)
+    new = TokenItem(asked.id, 2, 0, streamed, wire.pack_tokens([8]), None)
+    stored = [
         item
         async for entry in read(clients.bus, pipeline.stream("TOKENS"), pipeline.tokens(GATEWAY))
         for item in tokens.decode(entry.data).items
     ]
-    assert [ids(part.tokens) for part in replay([*fences, late, new], 1)] == [[8]]
+    assert [ids(part.tokens) for part in replay([*stored, late, new], 1)] == [[*[6] * streamed, 8]]
+
+
+async def test_a_broker_that_fails_while_a_request_stored_again_is_read_does_not_end_the_router(
+    pipeline: Subjects, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, failed = request(id=new_request_id()), asyncio.Event()
+
+    async def fails(*args: Any) -> None:
+        failed.set()
+        raise NatsError
+
+    await clients.stub("w1")
+    await one.knows("w1")
+    monkeypatch.setattr(recovery, "_read_progress", fails)
+    await clients.ask(msgspec.structs.replace(failing, interrupted_attempt=1))
+    await failed.wait()
+    other = request(id=new_request_id())
+    await clients.ask(other)
+    await clients.placed(other)
 
 
 class Cut(Generic[T]):
