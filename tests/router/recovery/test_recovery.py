@@ -21,6 +21,7 @@ from penstock.infra.bus.publisher import Ack, Publisher
 from penstock.infra.bus.worker_leases import EXPIRED
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.timeline.read import read_timeline
+from penstock.router.ownership.intake import PassedOn
 from penstock.router.placement.pending import PendingRequest
 from penstock.router.recovery import recovery
 from penstock.router.recovery.recovery import Recovery, fence
@@ -847,23 +848,20 @@ async def test_a_worker_that_still_has_the_first_attempt_does_not_mix_its_answer
     assert [ids(part.tokens) for part in replay([*stored, late, new], 1)] == [[*[6] * streamed, 8]]
 
 
-async def test_a_broker_that_fails_while_a_request_stored_again_is_read_does_not_end_the_router(
+async def test_a_broker_that_fails_while_a_request_stored_again_is_read_does_not_stop_the_next_ones(
     pipeline: Subjects, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing, failed = request(id=new_request_id()), asyncio.Event()
+    """A puller ends with what its handler raises."""
 
     async def fails(*args: Any) -> None:
-        failed.set()
-        raise NatsError
+        raise NatsError("the link broke")
 
-    await clients.stub("w1")
-    await one.knows("w1")
     monkeypatch.setattr(recovery, "_read_progress", fails)
-    await clients.ask(msgspec.structs.replace(failing, interrupted_attempt=1))
-    await failed.wait()
-    other = request(id=new_request_id())
-    await clients.ask(other)
-    await clients.placed(other)
+    again = request(id=new_request_id(), interrupted_attempt=1)
+    subject = pipeline.request(again.model, again.priority.value, again.id)
+    with capture_logs() as lines:
+        await one.router.on_request(PassedOn(subject, wire.encode(again), "$JS.ACK.s.c.1.1.1.1.0"))
+    assert [line["error"] for line in lines if line["event"] == "resumption_postponed"] == ["the link broke"]
 
 
 class Cut(Generic[T]):
