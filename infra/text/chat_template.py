@@ -158,8 +158,9 @@ class ChatTemplate:
         if self.wants_parts:
             messages = [_in_parts(message) for message in messages]
         beside: dict[str, str] = {}
+        nonce = secrets.token_hex(8)
         if self.lead:
-            messages = [_beside_calls(message, beside) for message in messages]
+            messages = [_beside_calls(message, beside, nonce) for message in messages]
         mark = last = ""
         if ends is PromptEnd.last_text:
             mark = _MARK + secrets.token_hex(8).upper()
@@ -184,10 +185,22 @@ class ChatTemplate:
             raise TemplateBudgetError(str(error)) from None
         except Exception as error:  # templates are code and may raise anything
             raise TemplateError(f"{type(error).__name__}: {error}") from error
-        for key, content in beside.items():
-            between = "\n" if _TAG.match(self.lead) else ""
-            text = text.replace(self.lead + key, content + between + self.lead, 1).replace(key, "")
+        if beside:
+            text = self._with_texts(text, beside, nonce)
         return _cut_at(text, mark, last) if mark else text
+
+    def _with_texts(self, text: str, beside: dict[str, str], nonce: str) -> str:
+        """A prompt with the texts of ``_beside_calls`` where their keys are, in one pass over it."""
+        between = "\n" if _TAG.match(self.lead) else ""
+        first, *others = text.split(nonce)
+        out = [first]
+        for each in others:
+            number, behind = each[:_DIGITS], each[_DIGITS:]
+            if number in beside and out[-1].endswith(self.lead):
+                out[-1] = out[-1].removesuffix(self.lead)
+                out += [beside.pop(number), between, self.lead]
+            out.append(behind)
+        return "".join(out)
 
     def _with_reasoning(self, message: Message) -> Message:
         """Reasoning under every name that templates read it by, whatever the client called it."""
@@ -351,20 +364,21 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
-def _beside_calls(message: Message, beside: dict[str, str]) -> Message:
-    """A message with calls without its text, which is noted by a key that the name of its first call begins with."""
+def _beside_calls(message: Message, beside: dict[str, str], nonce: str) -> Message:
+    """A message with calls without its text. This is noted by a number that follows the nonce before its first name."""
     calls, content = message.get("tool_calls"), message.get("content")
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
     if not calls or not content:
         return message
-    beside[key := secrets.token_hex(8)] = content
-    function = {**calls[0]["function"], "name": key + calls[0]["function"]["name"]}
+    beside[number := f"{len(beside):0{_DIGITS}}"] = content
+    function = {**calls[0]["function"], "name": nonce + number + calls[0]["function"]["name"]}
     return {**message, "content": "", "tool_calls": [{**calls[0], "function": function}, *calls[1:]]}
 
 
 _MARKS = "[", "<"  # that calls begin with; other marks than tags follow text directly
 _MARK = "ENDOFTEXT"
+_DIGITS = 8  # of the number of a message
 _TAG = re.compile(r"<\w")
 _READS_REASONING = re.compile(r"[.'\"]reasoning\b")
 

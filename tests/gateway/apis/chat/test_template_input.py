@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -185,6 +186,16 @@ def test_text_beside_calls_that_the_template_leaves_out_is_written_before_them(
     assert twice == f"{head}{expected}{tail}[assistant]{expected}{tail}[assistant]"
     omits = ChatTemplate(source, {}).omits
     assert ("text beside calls" in omits) == ("Well." not in expected)
+
+
+def test_texts_beside_many_calls_take_one_pass_over_the_prompt() -> None:
+    calls = [{"id": "0", "type": "function", "function": {"name": "w", "arguments": {"a": 1}}}]
+    messages = [ASKED, *({"role": "assistant", "content": f"{at:01000}", "tool_calls": calls} for at in range(2000))]
+    template = ChatTemplate(CALLS_ALONE % ("<call>\n", ""), {})
+    began = time.process_time()
+    prompt = template.render(messages)
+    assert time.process_time() - began < 1.0, "one pass for each takes some seconds"
+    assert re.findall(r"0(\d{4})\n<call>\nw\(1\)", prompt) == [f"{at:04}" for at in range(2000)]
 
 
 def test_ids_of_calls_become_as_short_as_the_template_takes_them(context: PrepareContext) -> None:
