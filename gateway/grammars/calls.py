@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
 from penstock.infra.constraints.constraint_grammar import quoted
+from penstock.infra.constraints.lark_expression import slashed
 from penstock.infra.constraints.llguidance_releases import ESCAPES
 from penstock.infra.constraints.schema_rewriting import kinds, resolved, texts
 from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat
@@ -156,7 +157,7 @@ _KEPT = {"type", "properties", "required", "additionalProperties", "items", "enu
 
 
 def _whole(schema: dict[str, Any]) -> str:
-    """The pattern of a whole text, as of ``lark_expression``.
+    """The pattern of a whole text, for a rule: a client's slash would end the expression there.
 
     Raises:
         CannotExpress: it is another one.
@@ -166,7 +167,7 @@ def _whole(schema: dict[str, Any]) -> str:
         raise CannotExpress("this model writes texts without quotes: 'pattern' is not supported beside their lengths")
     if not pattern.startswith("^(?:") or not pattern.endswith(")$"):
         raise CannotExpress("this model writes texts without quotes: a pattern is supported as ^(?:…)$ only")
-    return pattern[1:-1]
+    return slashed(pattern[1:-1])
 
 
 def notation_object(writer: GrammarWriter, schema: dict[str, Any], quote: str, *, strict: bool) -> str:

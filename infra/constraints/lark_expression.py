@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-MAX_CHARACTERS = 65_536  # of an expression
+MAX_CHARACTERS = 65_536  # of an expression, and of a grammar
+MAX_DEPTH = 64  # of rules and groups within each other
 COMMON: Mapping[str, str] = {  # of ``%import common``, as llguidance defines them
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -68,13 +69,15 @@ def expression(grammar: str) -> str:
     Raises:
         BadLark, NotOneExpression
     """
+    if len(grammar) > MAX_CHARACTERS:
+        raise NotOneExpression(f"it has {len(grammar)} characters; the limit is {MAX_CHARACTERS}")
     return _Grammar(_parts(grammar)).expression()
 
 
 def of_regex(pattern: str) -> str:
     """An expression as ``expression`` gives them."""
     pattern = pattern.removeprefix("^")
-    return _slashed(pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern)
+    return slashed(pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern)
 
 
 def _parts(grammar: str) -> list[_Part]:
@@ -103,14 +106,17 @@ class _Grammar:
         self._made: dict[str, str] = {}
         self._open: list[str] = []  # rules that are being made
         self._between = ""
+        self._depth = 0
         self._read(parts)
 
     def expression(self) -> str:
         if "start" not in self._rules:
             raise BadLark("there is no rule 'start'")
         if self._ignored:
-            choices = "|".join(self._alternatives(each, lexical=True) for each in self._ignored)
-            self._between = f"(?:{choices})*"
+            choices = ""
+            for each in self._ignored:
+                choices = _bounded(f"{choices}|{self._alternatives(each, lexical=True)}")
+            self._between = f"(?:{choices[1:]})*"
         return self._named("start", 1)
 
     def _read(self, parts: list[_Part]) -> None:
@@ -141,7 +147,7 @@ class _Grammar:
         for name, own in wanted.items():
             if own not in COMMON:
                 raise NotOneExpression(f"line {statement[0].line}: common has no {own}")
-            self._made[name] = f"(?:{_slashed(COMMON[own])})"
+            self._made[name] = f"(?:{slashed(COMMON[own])})"
 
     def _named(self, name: str, line: int) -> str:
         if name not in self._made:
@@ -166,22 +172,23 @@ class _Grammar:
         return out
 
     def _choice(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str, int]:
-        branches, sequence = [], ""
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NotOneExpression(f"rules and groups are nested more than {MAX_DEPTH} deep")
+        out = ""
         while at < len(parts) and parts[at].text not in (")", "]"):
             part = parts[at]
             if part.text == "|":
-                branches.append(sequence)
-                sequence, at = "", at + 1
+                out, at = out + "|", at + 1
             elif part.text == "->":
                 at += 2  # the name of a tree
             elif part.kind == "line":
                 at += 1
             else:
                 atom, at = self._atom(parts, at, lexical=lexical)
-                sequence += atom
-            if len(sequence) > MAX_CHARACTERS:
-                raise NotOneExpression(f"it takes more than {MAX_CHARACTERS} characters as a regular expression")
-        return "|".join([*branches, sequence]), at
+                out = _bounded(out + atom)
+        self._depth -= 1
+        return out, at
 
     def _atom(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str, int]:
         part = parts[at]
@@ -215,6 +222,12 @@ class _Grammar:
         return atom, at
 
 
+def _bounded(made: str) -> str:
+    if len(made) > MAX_CHARACTERS:
+        raise NotOneExpression(f"it takes more than {MAX_CHARACTERS} characters as a regular expression")
+    return made
+
+
 def _statements(parts: list[_Part]) -> list[list[_Part]]:
     """Of one rule or instruction each: a line break ends one, unless the next line begins with an alternative."""
     out: list[list[_Part]] = [[]]
@@ -241,7 +254,11 @@ def _literal(part: _Part) -> str:
 
     def unescaped(found: re.Match[str]) -> str:
         number = next((each for each in found.groups()[:4] if each is not None), None)
-        return _CONTROL.get(found[5], found[5]) if number is None else chr(int(number, 16))
+        if number is None:
+            return _CONTROL.get(found[5], found[5])
+        if (code := int(number, 16)) > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise BadLark(f"line {part.line}: {found[0]} is no character")
+        return chr(code)
 
     text = _SPECIAL.sub(lambda found: "\\" + found[0], _ESCAPE.sub(unescaped, quoted[1:-1]))
     text = "".join(f"\\x{ord(each):02x}" if ord(each) < 32 else each for each in text)
@@ -256,5 +273,6 @@ def _regex(part: _Part) -> str:
     return f"(?{kept}:{of_regex(body)})"
 
 
-def _slashed(body: str) -> str:
+def slashed(body: str) -> str:
+    """An expression that can stand between slashes."""
     return re.sub(r"\\(.)|/|\n", lambda found: found[0] if found[1] else {"/": r"\/", "\n": r"\n"}[found[0]], body)

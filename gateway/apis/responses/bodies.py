@@ -7,7 +7,6 @@ both directions.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -16,7 +15,7 @@ from msgspec import Meta, Struct
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, Logprobs, SamplingOptions, StopText
 from penstock.gateway.base.request_bodies import CommonOptions, Name, ToolInput, decode_body, invalid, unsupported
 from penstock.infra.constraints.constraint_grammar import LARK, REGEX
-from penstock.infra.constraints.lark_expression import BadLark, NotOneExpression, expression, of_regex
+from penstock.infra.constraints.lark_expression import MAX_CHARACTERS, BadLark, NotOneExpression, expression, of_regex
 from penstock.schemas.requests import Constraint
 
 MAX_TOOLS = 512  # including those in namespaces
@@ -103,14 +102,11 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
 def left_out(tools: Iterable[dict[str, Any]]) -> list[str]:
     """The tools that the model does not see, and grammars that it is only told, as in "tools[3].format"."""
     found = []
-    for number, tool in enumerate(tools):
+    for number, (tool, rule) in enumerate(_rules(tools)):
         if tool.get("type") in LEFT_OUT:
             found.append(f"tools[{number}]")
-        with suppress(BadLark):
-            try:
-                _rule(tool)
-            except NotOneExpression:
-                found.append(f"tools[{number}].format")
+        elif isinstance(rule, NotOneExpression):
+            found.append(f"tools[{number}].format")
     return found
 
 
@@ -132,30 +128,43 @@ def input_rules(tools: Sequence[dict[str, Any]]) -> dict[str, ToolInput]:
         ServingError: a format is not of a known form, or its grammar is none. The error names it.
     """
     found = {}
-    for number, tool in enumerate(tools):
-        try:
-            rule = _rule(tool)
-        except NotOneExpression:
-            continue  # the model is told, and ``left_out`` names it
-        except BadLark as error:
+    for number, (tool, rule) in enumerate(_rules(tools)):
+        if isinstance(rule, BadLark):
             at = f"tools[{number}].format.definition"
-            raise invalid(at, f"{at} of tool {str(tool.get('name'))[:64]!r}: {error}") from None
-        if rule is not None:
+            raise invalid(at, f"{at} of tool {str(tool.get('name'))[:64]!r}: {rule}")
+        if isinstance(rule, ToolInput):
             found[str(tool.get("name"))] = rule
     return found
 
 
-def _rule(tool: dict[str, Any]) -> ToolInput | None:
+def _rules(
+    tools: Iterable[dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], ToolInput | BadLark | NotOneExpression | None]]:
+    """Each tool, with what its text must match, or why there is no rule. All grammars together have one limit."""
+    left = MAX_CHARACTERS
+    for tool in tools:
+        form = tool.get("format")
+        if tool.get("type") != CUSTOM or not isinstance(form, dict) or form.get("type") != "grammar":
+            yield tool, None
+            continue
+        syntax, text = form.get("syntax"), form.get("definition")
+        if not isinstance(text, str) or syntax not in ("lark", "regex"):
+            yield tool, BadLark("a grammar needs syntax, 'lark' or 'regex', and definition, a text")
+            continue
+        left -= len(text)
+        try:  # one that is not enforced is told to the model, and ``left_out`` names it
+            yield tool, _rule(syntax, text, left)
+        except (BadLark, NotOneExpression) as error:
+            yield tool, error
+
+
+def _rule(syntax: str, text: str, left: int) -> ToolInput:
     """
     Raises:
         BadLark, NotOneExpression
     """
-    form = tool.get("format")
-    if tool.get("type") != CUSTOM or not isinstance(form, dict) or form.get("type") != "grammar":
-        return None
-    syntax, text = form.get("syntax"), form.get("definition")
-    if not isinstance(text, str) or syntax not in ("lark", "regex"):
-        raise BadLark("a grammar needs syntax, 'lark' or 'regex', and definition, a text")
+    if left < 0:
+        raise NotOneExpression(f"the grammars of all tools have more than {MAX_CHARACTERS} characters")
     pattern = expression(text) if syntax == "lark" else of_regex(text)
     schema = msgspec.json.decode(msgspec.json.encode(_TAKES_TEXT))
     schema["properties"][_INPUT] = {"type": "string", "pattern": f"^(?:{pattern})$"}

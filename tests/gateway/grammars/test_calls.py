@@ -141,6 +141,14 @@ def test_a_text_matches_its_grammar_in_each_format(name: str) -> None:
         assert re.fullmatch(pattern, json.loads(call.function.arguments)["input"])
 
 
+def test_a_slash_in_a_clients_pattern_ends_no_expression() -> None:
+    text = {"type": "string", "pattern": '^(?:x/ "y" /z)$'}
+    schema = {"type": "object", "properties": {"a": text}, "required": ["a"], "additionalProperties": False}
+    grammar = written("qwen3_coder", tools=(Tool("f", schema, True),), one=True)
+    (call,) = parsed(answer(grammar, 1, most=1400), "qwen3_coder").tool_calls
+    assert json.loads(call.function.arguments) == {"a": 'x/ "y" /z'}
+
+
 @pytest.mark.parametrize("must", [True, False])
 @pytest.mark.parametrize(
     "name",

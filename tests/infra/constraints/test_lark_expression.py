@@ -110,6 +110,11 @@ def test_common_terminals_are_those_of_llguidance(name: str) -> None:
         ('start[max_tokens=3]: "a"', "has no regular expression"),
         ("start: X\n%import python.X", "only common can be imported"),
         ("start: " + "b " * 40 + "\nb: " + "c " * 40 + "\nc: " + '"0123456789" ' * 40, "more than 65536 characters"),
+        ("start: " + "x|" * 9000 + 'x\nx: "' + "y" * 9000 + '"', "more than 65536 characters"),
+        ('start: W\nW: "' + "y" * 9000 + '"\n' + "%ignore W\n" * 9, "more than 65536 characters"),
+        ("start: " + '"x" ' * 20000, "it has 80007 characters; the limit is 65536"),
+        ("start: " + "(" * 999 + '"x"' + ")" * 999, "nested more than 64 deep"),
+        ("start: r0\n" + "".join(f"r{at}: r{at + 1}\n" for at in range(999)) + 'r999: "x"', "nested more than 64 deep"),
     ],
 )
 def test_other_grammars_have_no_expression(grammar: str, words: str) -> None:
@@ -127,6 +132,8 @@ def test_other_grammars_have_no_expression(grammar: str, words: str) -> None:
         ('start: "a")', r"line 1: '\)' is not expected here"),
         ('start: "a"\n\nstart: "b"', "line 3: start is defined twice"),
         ('start: "a"\nhello', "line 2: a rule begins with its name and a colon"),
+        (r'start: "\U00110000"', r"line 1: .* is no character"),
+        (r'start: "\ud800"', r"line 1: .* is no character"),
     ],
 )
 def test_what_is_no_grammar_is_refused_with_its_line_as_llguidance_refuses_it(grammar: str, words: str) -> None:

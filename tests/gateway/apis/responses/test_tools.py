@@ -93,6 +93,13 @@ def test_a_grammar_without_an_expression_is_told_and_named_as_ignored() -> None:
     assert left_out(tools) == ["tools[1].format"]
 
 
+def test_the_grammars_of_all_tools_have_one_limit() -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "x" * 40_000}
+    tools = [{"type": "custom", "name": name, "format": form} for name in ("one", "two", "three")]
+    assert list(input_rules(tools)) == ["one"]
+    assert left_out(tools) == ["tools[1].format", "tools[2].format"]
+
+
 @pytest.mark.parametrize(
     ("form", "words"),
     [
