@@ -523,7 +523,8 @@ class ExternalEngine(Generic[C]):
         )
         lora = None if self.adapters is None or not request.adapter else self.adapters.handle(request.adapter)
         renewed = self.adapter.accept(request, lora)
-        renewed.started, renewed.responded, renewed.score = sequence.started, sequence.responded, sequence.score
+        if sequence.started:  # otherwise, what came first was not read, and is dropped
+            renewed.started, renewed.responded, renewed.score = True, True, sequence.score
         self.active[sequence.key] = renewed
         return renewed
 
