@@ -422,6 +422,7 @@ class ExternalEngine(Generic[C]):
         self.runtime = runtime
         self.weights: WeightsEngine | None = None if weights is None else EngineWeights(self, weights)
         self._stopped: Future[None] | None = None  # while sequences stand still: done once the engine has none
+        self._suspended_at = 0.0
         self._constrained = ConstrainedOutputs(grammars)
         self.active: dict[object, ActiveSequence[C]] = {}
         self._slots = slots or info.slots
@@ -534,12 +535,21 @@ class ExternalEngine(Generic[C]):
         """Abort all sequences in the engine; they are submitted again by ``resume``."""
         if self._stopped is None:
             running = [self.active[key] for key in self._launched]
+            self._suspended_at = time.monotonic()
             self._stopped = self.runtime.loop.begin(self.adapter.follower.stop(running))
 
     @property
     def settled(self) -> bool:
-        """Whether the engine has no sequence, and nothing of theirs is to be returned yet."""
-        return self._stopped is not None and self._stopped.done() and not self.runtime.inbox
+        """Whether the engine has no sequence, and nothing of theirs is to be returned yet.
+
+        Raises:
+            EngineError: it does not end them.
+        """
+        if self._stopped is None:
+            return False
+        if not self._stopped.done() and time.monotonic() > self._suspended_at + IDLE_S:
+            raise self._not_aborted()
+        return self._stopped.done() and not self.runtime.inbox
 
     def await_settled(self) -> None:
         """Wait until the engine has no sequence.
@@ -551,7 +561,10 @@ class ExternalEngine(Generic[C]):
         try:
             self._stopped.result(IDLE_S)
         except concurrent.futures.TimeoutError as error:
-            raise EngineError(f"{self.adapter.title} did not abort its requests within {IDLE_S:g} s") from error
+            raise self._not_aborted() from error
+
+    def _not_aborted(self) -> EngineError:
+        return EngineError(f"{self.adapter.title} did not abort its requests within {IDLE_S:g} s")
 
     def rename(self, root_of: Callable[[object, int], bytes]) -> None:
         """Give the blocks of all sequences other names."""
