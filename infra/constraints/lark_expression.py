@@ -179,14 +179,16 @@ class _Grammar:
         while at < len(parts) and parts[at].text not in (")", "]"):
             part = parts[at]
             if part.text == "|":
-                out, at = out + "|", at + 1
+                out += "|"
+                at += 1
             elif part.text == "->":
                 at += 2  # the name of a tree
             elif part.kind == "line":
                 at += 1
             else:
                 atom, at = self._atom(parts, at, lexical=lexical)
-                out = _bounded(out + atom)
+                out += atom  # in place, unlike the sum as an argument
+                _bounded(out)
         self._depth -= 1
         return out, at
 

@@ -19,6 +19,7 @@ from penstock.infra.constraints.lark_expression import MAX_CHARACTERS, BadLark, 
 from penstock.schemas.requests import Constraint
 
 MAX_TOOLS = 512  # including those in namespaces
+MOST_GRAMMARS = 2 * MAX_CHARACTERS  # of all tools: with the expressions that they become
 FUNCTION, NAMESPACE, CUSTOM = "function", "namespace", "custom"
 # Agents offer these with every request. Next to functions they are left out, and a header names them.
 LEFT_OUT = (
@@ -141,7 +142,7 @@ def _rules(
     tools: Iterable[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], ToolInput | BadLark | NotOneExpression | None]]:
     """Each tool, with what its text must match, or why there is no rule. All grammars together have one limit."""
-    left = MAX_CHARACTERS
+    left = MOST_GRAMMARS
     for tool in tools:
         form = tool.get("format")
         if tool.get("type") != CUSTOM or not isinstance(form, dict) or form.get("type") != "grammar":
@@ -153,7 +154,9 @@ def _rules(
             continue
         left -= len(text)
         try:  # one that is not enforced is told to the model, and ``left_out`` names it
-            yield tool, _rule(syntax, text, left)
+            rule = _rule(syntax, text, left)
+            left -= len(rule.schema["properties"][_INPUT]["pattern"])
+            yield tool, rule
         except (BadLark, NotOneExpression) as error:
             yield tool, error
 
@@ -164,7 +167,9 @@ def _rule(syntax: str, text: str, left: int) -> ToolInput:
         BadLark, NotOneExpression
     """
     if left < 0:
-        raise NotOneExpression(f"the grammars of all tools have more than {MAX_CHARACTERS} characters")
+        raise NotOneExpression(
+            f"the grammars of all tools and their expressions have more than {2 * MAX_CHARACTERS} characters"
+        )
     pattern = expression(text) if syntax == "lark" else of_regex(text)
     schema = msgspec.json.decode(msgspec.json.encode(_TAKES_TEXT))
     schema["properties"][_INPUT] = {"type": "string", "pattern": f"^(?:{pattern})$"}

@@ -94,9 +94,13 @@ def test_a_grammar_without_an_expression_is_told_and_named_as_ignored() -> None:
 
 
 def test_the_grammars_of_all_tools_have_one_limit() -> None:
-    form = {"type": "grammar", "syntax": "regex", "definition": "x" * 40_000}
+    doubled = "start: a0\n" + "".join(f"a{at}: a{at + 1} a{at + 1}\n" for at in range(12)) + 'a12: "abc"'
+    short = {"type": "grammar", "syntax": "lark", "definition": doubled}
+    form = {"type": "grammar", "syntax": "regex", "definition": "x" * 60_000}
     tools = [{"type": "custom", "name": name, "format": form} for name in ("one", "two", "three")]
     assert list(input_rules(tools)) == ["one"]
+    copies = [{"type": "custom", "name": str(number), "format": short} for number in range(9)]
+    assert 1 <= len(input_rules(copies)) < 5
     assert left_out(tools) == ["tools[1].format", "tools[2].format"]
 
 
