@@ -227,7 +227,11 @@ class Session:
             if answer.text or answer.calls:
                 conversation.answer(answer)
                 if self._options.kept is not None:
-                    save(conversation, self._options.kept)
+                    try:
+                        save(conversation, self._options.kept)
+                    except OSError as error:
+                        self._options = self._options._replace(kept=None)
+                        print(f"penstock chat: not kept for --continue: {visible(str(error))}", file=sys.stderr)
         if answer.finish == "length":
             self._console.print("(cut off: --max-tokens, or the model's context, is used up)", style="dim")
         return answer
@@ -353,8 +357,11 @@ def talk(args: argparse.Namespace, url: str) -> int:
         ValueError, OSError: it cannot be answered, and why.
     """
     question = _question(args.question)
-    kept = _state_folder() / "last-conversation.json"
-    conversation = load(kept) if args.go_on else Conversation()
+    folder = _state_folder()
+    kept = folder / "last-conversation.json" if folder else None
+    if args.go_on and kept is None:
+        raise ValueError("--continue: no conversation was kept, as this user has no home folder; set HOME")
+    conversation = load(kept) if args.go_on and kept else Conversation()
     if args.system:
         conversation.set_system(args.system)
     images = [image_url(each) for each in args.image]
@@ -368,9 +375,9 @@ def talk(args: argparse.Namespace, url: str) -> int:
             if question:
                 session.question(question, images)
             else:
-                _read_lines_well()
+                _read_lines_well(folder)
                 session.run()
-                _keep_lines()
+                _keep_lines(folder)
         except KeyboardInterrupt:
             return INTERRUPTED
         finally:
@@ -414,17 +421,22 @@ def _extra(args: argparse.Namespace) -> dict[str, Any]:
     return extra
 
 
-def _state_folder() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "penstock"
+def _state_folder() -> Path | None:
+    """None: without ``HOME``, for a user id that the system does not know, as containers may have."""
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "penstock"
+    except RuntimeError:
+        return None
 
 
-def _read_lines_well() -> None:
+def _read_lines_well(folder: Path | None) -> None:
     """Line editing, history and completion of commands, where Python has readline."""
     with suppress(ImportError):
         import readline
 
         with suppress(OSError):
-            readline.read_history_file(_state_folder() / "chat-history")
+            if folder:
+                readline.read_history_file(folder / "chat-history")
         readline.set_history_length(HISTORY_LINES)
         readline.set_completer_delims(" ")
         readline.set_completer(
@@ -433,10 +445,11 @@ def _read_lines_well() -> None:
         readline.parse_and_bind("tab: complete")
 
 
-def _keep_lines() -> None:
+def _keep_lines(folder: Path | None) -> None:
     with suppress(ImportError, OSError):
         import readline
 
-        _state_folder().mkdir(parents=True, exist_ok=True)
-        readline.write_history_file(_state_folder() / "chat-history")
-        (_state_folder() / "chat-history").chmod(0o600)
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(folder / "chat-history")
+            (folder / "chat-history").chmod(0o600)

@@ -183,6 +183,27 @@ def test_the_command_answers_one_question_and_goes_on_with_it_later(
     assert [message["content"] for message in second["messages"]] == ["Be brief.", "12 + 5?", "17", "and now?"]
 
 
+def test_a_user_without_a_home_folder_or_with_one_that_cannot_be_written_has_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def unknown_user() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").touch()
+    with serving() as server:
+        server.parts = [event("1", content="17", finish="stop")]
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+        assert run(["--url", server.url, "12 + 5?"]) == 0
+        monkeypatch.delenv("XDG_STATE_HOME")
+        monkeypatch.setattr(Path, "home", unknown_user)
+        assert run(["--url", server.url, "12 + 5?"]) == 0
+        assert run(["--url", server.url, "--continue", "and now?"]) == 1
+    printed, errors = capfd.readouterr()
+    assert printed == "17\n17\n"
+    assert errors.count("not kept for --continue: ") == 1
+    assert "--continue: no conversation was kept" in errors
+
+
 def test_a_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--url", "http://127.0.0.1:1", "--tools", "/nonexistent", "hello"]) == 1
     assert capsys.readouterr().err == "penstock chat: --tools /nonexistent: No such file or directory\n"
