@@ -134,7 +134,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     max_messages: Annotated[int, Meta(ge=1, le=16_384, description="messages of one chat, checked before others")] = (
         4_096
     )
-    http_host: Annotated[str, about("address to listen on; 0.0.0.0: all addresses")] = "127.0.0.1"
+    http_host: Annotated[str, about("address to listen on; ::: all addresses; 0.0.0.0: all of IPv4")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
     listen_fd: Annotated[
         int, Meta(ge=-1, description="inherited listening socket to accept from, too (file descriptor); -1: none")
@@ -432,7 +432,7 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         str, about("broker URL of the system account, for disconnect events; default: rely on leases alone")
     ] = ""
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of Prometheus metrics; 0: none")] = 0
-    metrics_host: Annotated[str, about("address of Prometheus metrics")] = "127.0.0.1"
+    metrics_host: Annotated[str, about("address of Prometheus metrics; ::: all addresses")] = "127.0.0.1"
     seed: Annotated[int, about("seed of random choices; 0: from the clock")] = 0
 
 
@@ -724,7 +724,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         str, about("trtllm, vllm, sglang: OTLP URL for the engine's own spans; Penstock's do not need it")
     ] = ""
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of Prometheus metrics; 0: none")] = 0
-    metrics_host: Annotated[str, about("address of Prometheus metrics")] = "127.0.0.1"
+    metrics_host: Annotated[str, about("address of Prometheus metrics; ::: all addresses")] = "127.0.0.1"
 
     @property
     def lora_slots(self) -> int:

@@ -31,7 +31,7 @@ from penstock.infra.bus.tasks import Stop, StoppedEarly, count_tasks, end
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
-from penstock.infra.process.sockets import CannotListen, check_unclaimed
+from penstock.infra.process.sockets import CannotListen, check_unclaimed, listening
 from penstock.infra.text.parsers import families
 from penstock.schemas.control import LEAVE, LEAVE_S
 from penstock.schemas.errors import ServingError
@@ -111,7 +111,7 @@ def run(settings: GatewaySettings) -> int:
     except Exposed as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
-    except (ServingError, OSError) as error:
+    except (ServingError, CannotListen, OSError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_START
 
@@ -372,15 +372,16 @@ def listening_sockets(settings: GatewaySettings) -> list[socket.socket]:
     """The gateway's own port, and a socket that it shares with others if it has inherited one. The first is its own.
 
     Raises:
-        OSError: the port is taken, or no socket was inherited; the text says what to do.
+        CannotListen: the port is taken; the text says what to do.
+        OSError: no socket was inherited.
     """
     if settings.listen_fd < 0:
-        listener = listen(settings.http_host, settings.http_port)
+        listener = listening(settings.http_host, settings.http_port)
         try:
             check_unclaimed(*listener.getsockname()[:2])
-        except CannotListen as error:
+        except CannotListen:
             listener.close()
-            raise OSError(str(error)) from None
+            raise
         return [listener]
     try:
         shared = socket.socket(fileno=settings.listen_fd)
@@ -391,23 +392,4 @@ def listening_sockets(settings: GatewaySettings) -> list[socket.socket]:
     shared.setblocking(False)
     if port == settings.http_port:
         return [shared]
-    return [listen(settings.http_host, settings.http_port), shared]
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """
-    Raises:
-        OSError: the port is taken; the text says what to do.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted connections
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)  # fails where another socket listens that was bound beside this one
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --http-port") from None
-    listener.setblocking(False)
-    return listener
+    return [listening(settings.http_host, settings.http_port), shared]

@@ -20,7 +20,8 @@ FLOORS = (("schemas",), ("configs",), ("infra",), ("gateway", "router", "workers
 LEVELS = {
     "infra": (
         (".",),
-        ("metrics", "constraints", "process", "engine_args"),
+        ("constraints", "process", "engine_args"),
+        ("metrics",),
         ("bus", "text", "engine_args.rules"),
         ("text.parsers", "nats_server"),
         ("model",),

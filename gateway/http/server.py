@@ -293,7 +293,9 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_since = self.loop.time()
-        self.address = self.client[0] if self.client else ""
+        if self.client:
+            self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])  # at a socket of both families
+            self.address = self.client[0]
         self._refusal = self._server.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from penstock.infra.process.sockets import of_this_machine
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 
 # Buckets that gateways and workers share, so that what they measure can be compared.
@@ -370,8 +371,8 @@ def check_port(host: str, port: int) -> None:
     """
     if not port:
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    host = of_this_machine(host)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the page itself does
         try:
             probe.bind((host, port))
@@ -387,7 +388,7 @@ def serve_page(host: str, port: int, registry: CollectorRegistry) -> None:
     """
     if port:
         try:
-            start_http_server(port, host, registry=registry)
+            start_http_server(port, of_this_machine(host), registry=registry)
         except OSError as error:
             raise _taken(host, port, error) from None
 

@@ -31,14 +31,27 @@ class CannotListen(Exception):
         self.permanent = permanent
 
 
+def of_this_machine(host: str) -> str:
+    """Where to listen: ``host``; for ``::``, all addresses, 0.0.0.0 on a machine without IPv6."""
+    if host == "::":
+        try:
+            socket.socket(socket.AF_INET6).close()
+        except OSError:
+            return "0.0.0.0"
+    return host
+
+
 def bind(host: str, port: int, *, port_flag: str = "--http-port", host_flag: str = "--http-host") -> socket.socket:
     """A TCP socket bound to an address; it does not listen yet. Port 0: any free one.
 
     Raises:
         CannotListen: the port is in use or reserved, or the host is unknown or not of this machine.
     """
+    host = of_this_machine(host)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
+        if host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
     except (OSError, UnicodeError) as error:
@@ -152,7 +165,7 @@ def cannot_listen(
 ) -> CannotListen:
     """Turn a failed ``bind`` into a message with the cause and the fix."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
-        text = f"{host_flag} {host}: unknown host; use an address of this machine, or 0.0.0.0 for all of them"
+        text = f"{host_flag} {host}: unknown host; use an address of this machine, or :: for all of them"
         return CannotListen(text, permanent=True)
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.EADDRINUSE:
@@ -163,7 +176,7 @@ def cannot_listen(
         text = f"{port_flag} {port}: ports below {first} are reserved for root; choose one from {first} on"
         return CannotListen(text, permanent=True)
     if code in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-        text = f"{host_flag} {host}: not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all of them"
+        text = f"{host_flag} {host}: not an address of this machine; use one that it has, or :: for all of them"
         return CannotListen(text, permanent=True)
     return CannotListen(f"cannot listen on {host}:{port}: {error}", permanent=False)
 

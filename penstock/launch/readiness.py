@@ -78,7 +78,7 @@ def _unverified() -> ssl.SSLContext:
 
 def reachable(host: str) -> str:
     """Where to reach a server that listens on ``host``: one cannot connect to "any address"."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
 
 
 def base_url(host: str, port: int, *, tls: bool = False) -> str:

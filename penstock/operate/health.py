@@ -49,7 +49,7 @@ def url_of(role: str, environ: Mapping[str, str], *, ready: bool = False, listed
     if role == "gateway" and (ready or listed):
         path = "/health" if listed else "/health/ready"
     host = environ.get(PREFIX + ("HTTP_HOST" if role == "gateway" else "METRICS_HOST"), "")
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # of all addresses: this machine
+    host = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     scheme = "https" if role == "gateway" and environ.get(PREFIX + "TLS_CERT") else "http"
     return f"{scheme}://{place}{path}"

@@ -29,6 +29,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 
 from penstock.configs.settings import about
+from penstock.infra.process.sockets import of_this_machine
 
 __all__ = ["VARIABLE", "Merged", "is_alive", "own_directory", "remove_dead_files"]
 
@@ -132,7 +133,7 @@ class RankMetricsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """``penstock rank-metrics``."""
 
     metrics_port: Annotated[int, Meta(ge=1, le=65535, description="port of Prometheus metrics")] = 9090
-    metrics_host: Annotated[str, about("address of Prometheus metrics")] = "127.0.0.1"
+    metrics_host: Annotated[str, about("address of Prometheus metrics; ::: all addresses")] = "127.0.0.1"
 
 
 def run(settings: RankMetricsSettings) -> int:
@@ -165,7 +166,7 @@ def served(settings: RankMetricsSettings, environ: Mapping[str, str]) -> Iterato
     remove_dead_files(directory)
     registry = CollectorRegistry()
     registry.register(Merged(directory))
-    server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
+    server, thread = start_http_server(settings.metrics_port, of_this_machine(settings.metrics_host), registry=registry)
     try:
         yield
     finally:

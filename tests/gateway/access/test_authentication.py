@@ -10,11 +10,12 @@ import structlog.testing
 
 from penstock.gateway.access import authentication
 from penstock.gateway.access.authentication import ANYONE, STALE_S, Guard, noted_in
-from penstock.gateway.run_gateway import Exposed, check_loopback, listen
+from penstock.gateway.run_gateway import Exposed, check_loopback
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.infra.process.sockets import listening
 from penstock.operate import key_store
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import ApiKey, digest_of, new_key
@@ -213,7 +214,7 @@ async def test_a_key_is_revoked_once_and_the_record_says_by_whom(guarded: Guarde
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_port_that_others_reach_is_named_with_what_to_do(host: str) -> None:
-    with listen(host, 0) as listener, pytest.raises(Exposed) as caught:
+    with listening(host, 0) as listener, pytest.raises(Exposed) as caught:
         check_loopback([listener])
     for what in ("penstock keys create", "--require-keys", "--insecure"):
         assert what in str(caught.value)
@@ -221,7 +222,7 @@ def test_a_port_that_others_reach_is_named_with_what_to_do(host: str) -> None:
 
 
 def test_of_two_ports_the_one_that_was_asked_for_is_named() -> None:
-    with listen("0.0.0.0", 0) as own, listen("0.0.0.0", 0) as shared:
+    with listening("0.0.0.0", 0) as own, listening("0.0.0.0", 0) as shared:
         with pytest.raises(Exposed) as caught:
             check_loopback([own, shared])
         assert str(caught.value).startswith(f"0.0.0.0:{shared.getsockname()[1]} is reachable")
@@ -234,5 +235,5 @@ def test_a_gateway_behind_proxies_needs_keys_also_on_loopback() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_loopback_needs_no_keys(host: str) -> None:
-    with listen(host, 0) as listener:
+    with listening(host, 0) as listener:
         check_loopback([listener])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from penstock.gateway.http.server import FOLLOWED, SCOPE, ConnectionLimits, HttpConnection, HttpServer
-from penstock.gateway.run_gateway import listen
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.process import turns
+from penstock.infra.process.sockets import listening
 from tests.infra.bus.support import eventually
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -113,9 +113,9 @@ Serve = Callable[..., Awaitable[Serving]]
 async def serve() -> AsyncIterator[Serve]:
     started: list[tuple[HttpServer, Tasks]] = []
 
-    async def start(**limits: Any) -> Serving:
+    async def start(host: str = "127.0.0.1", **limits: Any) -> Serving:
         tasks, app = Tasks("test"), Application()
-        listener = listen("127.0.0.1", 0)
+        listener = listening(host, 0)
         port = listener.getsockname()[1]
         server = HttpServer(app, [listener], ConnectionLimits(**limits), tasks)
         await server.start()
@@ -519,6 +519,16 @@ async def test_connections_per_address_are_limited_if_asked_for(serve: Serve) ->
     async with asyncio.timeout(10), serving.client(GET) as (reader, _):
         await reader.readuntil(b"\r\n\r\n0")
         assert status(await serving.ask()) == 503
+
+
+async def test_an_address_of_ipv4_is_the_same_at_a_socket_of_both_families(serve: Serve) -> None:
+    serving = await serve("::")
+    async with asyncio.timeout(10), serving.client(GET) as (reader, _):
+        await reader.readuntil(b"\r\n\r\n0")
+        (connection,) = serving.server.connections
+        assert connection.address == "127.0.0.1"
+        assert connection.client is not None
+        assert connection.client[0] == "127.0.0.1"
 
 
 # -- several gateways -------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from penstock.gateway.http.server import ConnectionLimits, HttpServer
 from penstock.gateway.http.tls import BadCertificate, Certificate
-from penstock.gateway.run_gateway import listen
 from penstock.infra.bus.tasks import Tasks
+from penstock.infra.process.sockets import listening
 from tests.gateway.http.test_connections import GET, Application
 from tests.tls_support import DAYS, issue
 
@@ -49,7 +49,7 @@ def put(source: tuple[Path, Path], target: tuple[Path, Path]) -> tuple[Path, Pat
 
 @pytest.fixture
 async def served(pair: tuple[Path, Path]) -> AsyncIterator[tuple[int, Certificate]]:
-    listener, tasks, certificate = listen("127.0.0.1", 0), Tasks("test"), Certificate(*map(str, pair))
+    listener, tasks, certificate = listening("127.0.0.1", 0), Tasks("test"), Certificate(*map(str, pair))
     server = HttpServer(Application(), [listener], ConnectionLimits(), tasks, tls=certificate)
     await server.start()
     yield listener.getsockname()[1], certificate
@@ -93,7 +93,7 @@ async def test_a_replaced_certificate_is_shown_to_new_connections_and_open_ones_
 
 
 async def test_a_client_whose_handshake_began_before_a_drain_is_answered(pair: tuple[Path, Path]) -> None:
-    listener, tasks = listen("127.0.0.1", 0), Tasks("test")
+    listener, tasks = listening("127.0.0.1", 0), Tasks("test")
     server = HttpServer(Application(), [listener], ConnectionLimits(), tasks, tls=Certificate(*map(str, pair)))
     await server.start()
     try:
@@ -130,7 +130,7 @@ async def test_half_a_replacement_changes_nothing(
 
 def test_a_connection_may_be_looked_at_when_its_tls_has_ended(pair: tuple[Path, Path]) -> None:
     async def look() -> None:
-        listener, tasks = listen("127.0.0.1", 0), Tasks("test")
+        listener, tasks = listening("127.0.0.1", 0), Tasks("test")
         server = HttpServer(Application(), [listener], ConnectionLimits(), tasks, tls=Certificate(*map(str, pair)))
         await server.start()
         client = await connected(listener.getsockname()[1], pair[0])

@@ -28,6 +28,26 @@ def test_an_unknown_host_is_not_called_a_port_in_use(host: str) -> None:
     assert caught.value.permanent
 
 
+def test_all_addresses_are_those_of_both_families_or_of_ipv4_where_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listening("::", 0) as both:
+        socket.create_connection(("127.0.0.1", both.getsockname()[1]), 5).close()
+        if both.family == socket.AF_INET6:
+            with contextlib.suppress(OSError), socket.create_connection(("::1", both.getsockname()[1]), 5) as client:
+                assert client.family == socket.AF_INET6
+
+    class WithoutIpv6(socket.socket):
+        def __init__(self, family: int = socket.AF_INET, *rest: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, *rest)
+
+    monkeypatch.setattr(socket, "socket", WithoutIpv6)
+    with bind("::", 0) as only:
+        assert only.getsockname()[0] == "0.0.0.0"
+
+
 def test_an_address_of_another_machine_is_named_as_such() -> None:
     with pytest.raises(CannotListen, match="not an address of this machine"):
         bind("192.0.2.1", 0)  # reserved for documentation
@@ -75,7 +95,7 @@ def test_two_deployments_never_hold_the_same_port() -> None:
                 two.open(other, 2)
             with pytest.raises(CannotListen, match=f"port {other} is in use"):
                 two.open(other, 1)
-            with pytest.raises(OSError, match=f"port {other} is in use"):
+            with pytest.raises(CannotListen, match=f"port {other} is in use"):
                 listening_sockets(GatewaySettings(http_port=other))
         # Its own gateways listen beside the sockets that hold their ports.
         own = GatewaySettings(http_port=first + 1, listen_fd=os.dup(one.fd))

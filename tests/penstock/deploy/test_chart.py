@@ -475,7 +475,7 @@ def test_every_process_reads_its_arguments_and_outlives_its_drain(case: str) -> 
         ports = {port["name"]: port["containerPort"] for port in only["ports"]}
         assert list(ports.values()) == [getattr(settings, "metrics_port", 0) or settings.http_port]
         # Probes come from outside of the pod.
-        assert getattr(settings, "metrics_host", "0.0.0.0") == "0.0.0.0" == getattr(settings, "http_host", "0.0.0.0")
+        assert getattr(settings, "metrics_host", "::") == "::" == getattr(settings, "http_host", "::")
         assert "@" not in " ".join(argv)  # no passwords
         assert {"PENSTOCK_NATS_URL", "PENSTOCK_NAME"} <= set(environment(template))
         probes = {only[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}

@@ -95,7 +95,7 @@ async def test_the_chart_s_command_lines_serve_a_request(tmp_path: Path, cells: 
             component = template["metadata"]["labels"]["app.kubernetes.io/component"]
             ports[component] = free_port()
             here = Here(tmp_path, {
-                "demo-nats.serving:4222": f"127.0.0.1:{port}", "=0.0.0.0": "=127.0.0.1",
+                "demo-nats.serving:4222": f"127.0.0.1:{port}", "=::": "=127.0.0.1",
                 "-port=8000": f"-port={ports[component]}", "-port=9090": f"-port={ports[component]}",
                 "http://collector:4318/v1/traces": collector.url,
                 "/home/penstock": str(tmp_path), "/models/hub": str(tmp_path / "hub"),

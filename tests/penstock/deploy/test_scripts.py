@@ -104,7 +104,7 @@ async def test_a_follower_lets_the_leader_s_key_in_without_root(open_folder: Pat
             [*ssh, f"{somebody.pw_name}@127.0.0.1", "id", "-u"], capture_output=True, text=True, check=False, timeout=30
         )
         assert told.stdout.strip() == str(somebody.pw_uid), told.stderr + log.read_text()
-        assert (home / "asked").read_text() == "rank-metrics --metrics-host=0.0.0.0 --metrics-port=9191\n"
+        assert (home / "asked").read_text() == "rank-metrics --metrics-host=:: --metrics-port=9191\n"
     finally:
         server.terminate()
         server.wait(30)

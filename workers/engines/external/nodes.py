@@ -19,6 +19,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -59,7 +60,12 @@ def address(nats_url: str) -> str:
 
 
 def interface(own: str) -> str:
-    """The name of the network interface that has an IPv4 address of this machine; "": none is found."""
+    """The name of the network interface that has an address of this machine; "": none is found."""
+    if ":" in own:
+        with contextlib.suppress(OSError, ValueError):
+            wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
+            rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+            return next((row[-1] for row in rows if row[0] == wanted), "")
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no such address

@@ -217,6 +217,8 @@ def test_machines_must_be_alike(change: dict[str, Any], said: str) -> None:
 def test_ranks_are_told_by_which_interface_others_reach_them() -> None:
     assert interface("127.0.0.1") == "lo"
     assert interface("192.0.2.1") == ""
+    assert interface("::1") in ("lo", "")  # "": no IPv6 here
+    assert interface("2001:db8::1") == ""
     assert towards("127.0.0.1") == "127.0.0.1"
     assert reached_at("127.0.0.1", "OWN") == {"OWN": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     assert meeting(Rendezvous(2, "::1", 29500, 1.0)) == "[::1]:29501"

@@ -6,7 +6,7 @@ install -m 600 "${SSH_KEYS:?}/ssh-publickey" ~/.ssh/authorized_keys
 [[ -e ~/.ssh/host ]] || ssh-keygen -q -t ed25519 -N '' -f ~/.ssh/host
 ((UID != 0)) || install -d /run/sshd
 if [[ -n ${PROMETHEUS_MULTIPROC_DIR:-} ]]; then # the metrics of the ranks on this pod
-  penstock rank-metrics --metrics-host=0.0.0.0 "--metrics-port=${METRICS_PORT:?}" &
+  penstock rank-metrics --metrics-host=:: "--metrics-port=${METRICS_PORT:?}" &
 fi
 exec /usr/sbin/sshd -D -e -p "${SSH_PORT:?}" -h ~/.ssh/host -o "AuthorizedKeysFile=$HOME/.ssh/authorized_keys" \
   -o PasswordAuthentication=no -o KbdInteractiveAuthentication=no -o UsePAM=no -o StrictModes=no -o PidFile=none

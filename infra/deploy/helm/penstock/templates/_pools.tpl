@@ -148,7 +148,7 @@ claims: [{name: nvlink}]
 - --extra-engine-args=/etc/penstock/engine/{{ .name }}.yaml
 {{- end }}
 - --drain-s={{ include "penstock.number" .pool.drainSeconds }}
-- --metrics-host=0.0.0.0
+- "--metrics-host=::"
 - --metrics-port={{ include "penstock.metrics" . }}
 {{- if and (gt .pool.nodes 1) (not .pool.mpi) }}
 - --nodes={{ .pool.nodes }}
