@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.launch.groups import PlanError
-from penstock.workers.engines.budgets import cgroup_cores
+from penstock.workers.engines.budgets import cgroup_cpu
 
 AUTO = "auto"
 CORES_PER_GATEWAY = 2  # beside routers, workers and brokers, which take as much together
@@ -120,12 +120,11 @@ class CpuMeter:
     """What processes and the machine have used between two looks. Known on Linux only; elsewhere no core is idle.
 
     Args:
-        proc, cgroup: where Linux tells.
+        proc: where Linux tells.
     """
 
-    def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
-        self._cgroup = cgroup
         self._at = 0.0
         self._used: dict[tuple[str, int], float] = {}  # s of CPU time, by name and process id
         self._idle: float | None = None
@@ -142,7 +141,7 @@ class CpuMeter:
         seconds, before = now - self._at, self._used
         found = {(name, pid): self._of_process(pid) for name, pid in pids.items() if pid is not None}
         used = {process: value for process, value in found.items() if value is not None}
-        idle, limited = self._idle_time(), self._of_container()
+        idle, (limit, limited) = self._idle_time(), cgroup_cpu()
         idle_before, limited_before = self._idle, self._limited
         self._at, self._used, self._idle, self._limited = now, used, idle, limited
         if len(used) < len(pids) or not used.keys() <= before.keys() or seconds <= 0:
@@ -150,7 +149,7 @@ class CpuMeter:
         idle_cores = 0.0
         if idle is not None and idle_before is not None:
             idle_cores = max(0.0, (idle - idle_before) / seconds)
-        if (limit := cgroup_cores()) < math.inf:
+        if limit < math.inf:
             known = limited is not None and limited_before is not None
             spent = (limited - limited_before) / seconds if known else limit  # type: ignore[operator]
             idle_cores = max(0.0, min(idle_cores, limit - spent))
@@ -171,17 +170,6 @@ class CpuMeter:
             lines = [line.split() for line in (self._proc / "stat").read_text().splitlines()]
             return sum(int(line[4]) + int(line[5]) for line in lines if line and line[0] in allowed) / _TICKS
         except (OSError, AttributeError, IndexError, ValueError):
-            return None
-
-    def _of_container(self) -> float | None:
-        """CPU seconds that this container has used; None: not known."""
-        try:
-            return int(dict(map(str.split, (self._cgroup / "cpu.stat").read_text().splitlines()))["usage_usec"]) / 1e6
-        except (OSError, KeyError, ValueError):
-            pass
-        try:
-            return int((self._cgroup / "cpuacct" / "cpuacct.usage").read_text()) / 1e9
-        except (OSError, ValueError):
             return None
 
 

@@ -3,9 +3,11 @@
 Memory for engines that compute on the CPU: how much is free, and how much of it a KV cache may take.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from pathlib import Path, PurePosixPath
 
 # OpenMP threads spin at a barrier by default. When another process holds one of the cores, each of the barriers in a
 # step then lasts until the scheduler's next time slice, and decoding is slower than with a single thread by a factor
@@ -49,27 +51,62 @@ def usable_cores() -> int:
     return thread_count(cores, allowed=allowed, quota=cgroup_cores(), load=load)
 
 
+def cgroup_folders(
+    controller: str, own: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")
+) -> Iterator[Path]:
+    """The folders of this process's control group and of all above it: a limit of each of them holds.
+
+    Those of a systemd unit are deep below the mounted folder. In a container, the path may be the host's, and what is
+    mounted the container's own, so folders may not exist.
+
+    Args:
+        controller: of version 1, such as ``cpu``; version 2 has one hierarchy for all.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return  # not Linux
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if controller in controllers.split(",") or (number == "0" and not controllers):
+            root, below = top / controller if controllers else top, PurePosixPath(path.lstrip("/"))
+            below = PurePosixPath() if ".." in below.parts else below
+            yield from (root / each for each in (below, *below.parents))
+
+
 def cgroup_cores() -> float:
-    """The container's CPU limit in cores (cgroup v2, then v1); infinite without one."""
-    for read in (_limit_v2, _limit_v1):
+    """The lowest CPU limit in cores; infinite without one."""
+    return cgroup_cpu()[0]
+
+
+def cgroup_cpu(folders: Iterable[Path] | None = None) -> tuple[float, float | None]:
+    """The lowest CPU limit in cores, and the CPU seconds that were used in its control group; None: not known."""
+    lowest, used = math.inf, None
+    for folder in cgroup_folders("cpu") if folders is None else folders:
         try:
-            return read()
+            if (file := folder / "cpu.max").exists():
+                quota, period = file.read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            cores = math.inf if quota in ("max", "-1") else int(quota) / int(period)
         except (OSError, ValueError, ZeroDivisionError):
             continue
-    return math.inf
+        if cores < lowest:
+            lowest, used = cores, _cpu_seconds(folder)
+    return lowest, used
 
 
-def _limit_v2(path: str = "/sys/fs/cgroup/cpu.max") -> float:
-    with open(path, encoding="ascii") as file:
-        quota, period = file.read().split()
-    return math.inf if quota == "max" else int(quota) / int(period)
+def _cpu_seconds(folder: Path) -> float | None:
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        return int(_numbers(folder / "cpu.stat")["usage_usec"]) / 1e6
+    accounted = Path(*("cpuacct" if part == "cpu" else part for part in folder.parts))
+    with contextlib.suppress(OSError, ValueError):
+        return int((accounted / "cpuacct.usage").read_text()) / 1e9
+    return None
 
 
-def _limit_v1(folder: str = "/sys/fs/cgroup/cpu") -> float:
-    with open(f"{folder}/cpu.cfs_quota_us", encoding="ascii") as quota_file:
-        quota = int(quota_file.read())
-    with open(f"{folder}/cpu.cfs_period_us", encoding="ascii") as period_file:
-        return math.inf if quota < 0 else quota / int(period_file.read())
+def _numbers(file: Path) -> dict[str, int]:
+    return {name: int(value) for name, value in map(str.split, file.read_text().splitlines())}
 
 
 GIB = 1 << 30
@@ -103,12 +140,19 @@ def numa_nodes() -> int:
         return 1
 
 
-def _cgroup_free_bytes() -> int:
-    """What the container's limit leaves; without a limit, more than any machine has."""
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            total = limit.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
-            return max(0, int(total) - int(used.read())) if total != "max" else 1 << 62
-    except (OSError, ValueError):
-        return 1 << 62
+def _cgroup_free_bytes(folders: Iterable[Path] | None = None) -> int:
+    """What the limits of all control groups leave; without a limit, more than any machine has.
+
+    Pages of files, such as those of the weights that were just read, are free: the kernel drops them for others.
+    """
+    least = 1 << 62
+    for folder in cgroup_folders("memory") if folders is None else folders:
+        two = (folder / "memory.max").exists()
+        limit, used, prefix = ("max", "current", "") if two else ("limit_in_bytes", "usage_in_bytes", "total_")
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
+            most = int((folder / f"memory.{limit}").read_text())
+            taken = int((folder / f"memory.{used}").read_text())
+            about = _numbers(folder / "memory.stat")
+            files = sum(about.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            least = min(least, max(0, most - max(0, taken - files)))
+    return least

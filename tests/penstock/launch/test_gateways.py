@@ -120,24 +120,24 @@ def test_one_gateway_that_idles_among_full_ones_is_no_reason_for_another() -> No
 # -- CPU time ---------------------------------------------------------------------------------------------------------
 
 
-def fake_machine(folder: Path, *, used: int, idle: int, container_us: int) -> None:
+def fake_machine(folder: Path, *, used: int, idle: int) -> None:
     (folder / "7").mkdir(parents=True, exist_ok=True)
     (folder / "7" / "stat").write_text("7 (a b) c) S " + "0 " * 10 + f"{used} 0 0 0\n")
     cores = sorted(os.sched_getaffinity(0))
     lines = [f"cpu{core} 5 0 5 {idle} 0 0 0 0 0 0" for core in cores] + ["cpu999 5 0 5 999999999 0 0 0 0 0 0"]
     (folder / "stat").write_text("cpu 1 1 1 1\n" + "\n".join(lines) + "\nctxt 1\n")
-    (folder / "cpu.stat").write_text(f"usage_usec {container_us}\nuser_usec 1\n")
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(float("inf"), "all"), (2.0, 0.5), (1.0, 0.0)])
 def test_idle_are_only_cores_that_this_process_may_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float, expected: object
 ) -> None:
-    monkeypatch.setattr(gateways, "cgroup_cores", lambda: limit)
-    meter, ticks = CpuMeter(tmp_path, tmp_path), os.sysconf("SC_CLK_TCK")
-    fake_machine(tmp_path, used=0, idle=0, container_us=0)
+    spent = iter((0.0, 3.0, 3.0))
+    monkeypatch.setattr(gateways, "cgroup_cpu", lambda: (limit, next(spent)))
+    meter, ticks = CpuMeter(tmp_path), os.sysconf("SC_CLK_TCK")
+    fake_machine(tmp_path, used=0, idle=0)
     assert meter.look(100.0, {"one": 7}) is None
-    fake_machine(tmp_path, used=ticks, idle=2 * ticks, container_us=3_000_000)
+    fake_machine(tmp_path, used=ticks, idle=2 * ticks)
     seen = meter.look(102.0, {"one": 7})
     assert seen is not None
     assert seen.shares == {"one": 0.5}

@@ -3,10 +3,19 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from penstock.workers.engines.budgets import PASSIVE_WAIT, thread_count, usable_cores, wait_passively
+from penstock.workers.engines.budgets import (
+    PASSIVE_WAIT,
+    _cgroup_free_bytes,
+    cgroup_cpu,
+    cgroup_folders,
+    thread_count,
+    usable_cores,
+    wait_passively,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +39,42 @@ def test_the_thread_count_leaves_out_cores_that_are_limited_or_busy(
 
 def test_this_machine_offers_at_least_one_core() -> None:
     assert usable_cores() >= 1
+
+
+def put(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_the_lowest_limit_of_all_control_groups_above_a_unit_holds(tmp_path: Path) -> None:
+    """Version 2, as of a systemd unit with CPUQuota= and MemoryMax= in a slice that has limits, too."""
+    own, top = tmp_path / "own", tmp_path / "cgroup"
+    own.write_text("0::/serving.slice/penstock-worker.service\n")
+    unit = top / "serving.slice" / "penstock-worker.service"
+    put(top, cpu__stat="usage_usec 9000000\n")  # the root has no limits
+    put(unit, cpu__max="400000 100000\n", cpu__stat="usage_usec 2500000\nuser_usec 1\n")
+    put(unit, memory__max="max\n", memory__current="700\n", memory__stat="anon 500\n")
+    put(unit.parent, cpu__max="max 100000\n", memory__max="1000\n", memory__current="900\n")
+    put(unit.parent, memory__stat="anon 300\nactive_file 400\ninactive_file 200\n")
+    folders = list(cgroup_folders("cpu", own, top))
+    assert folders == [unit, unit.parent, top]
+    assert cgroup_cpu(folders) == (4.0, 2.5)
+    assert _cgroup_free_bytes(folders) == 700  # pages of files are dropped for others
+    put(unit.parent, cpu__max="150000 100000\n")
+    assert cgroup_cpu(folders) == (1.5, None)
+
+
+def test_limits_of_version_1_are_read_where_the_host_s_path_is_not_mounted(tmp_path: Path) -> None:
+    own, top = tmp_path / "own", tmp_path / "cgroup"
+    own.write_text("12:memory:/docker/1f\n3:cpuacct,cpu:/docker/1f\n1:name=systemd:/x\n0::/../outside\n")
+    put(top / "cpu", cpu__cfs_quota_us="50000\n", cpu__cfs_period_us="100000\n", cpu__stat="nr_periods 0\n")
+    put(top / "cpuacct", cpuacct__usage="1500000000\n")
+    put(top / "memory", memory__limit_in_bytes="1000\n", memory__usage_in_bytes="600\n", memory__stat="cache 1\n")
+    assert cgroup_cpu(cgroup_folders("cpu", own, top)) == (0.5, 1.5)
+    assert _cgroup_free_bytes(cgroup_folders("memory", own, top)) == 400
+    put(top / "cpu", cpu__cfs_quota_us="-1\n")
+    assert cgroup_cpu(cgroup_folders("cpu", own, top)) == (math.inf, None)
 
 
 def test_wait_settings_of_the_user_win() -> None:
