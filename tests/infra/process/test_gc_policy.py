@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.process.gc_policy import HUGE_PAGE, loaded, loading, use_huge_pages
+from tests.conftest import huge_pages
 
 SMAPS = """\
 55d0c0000000-55d0c0800000 rw-p 00000000 00:00 0                          [heap]
@@ -53,10 +54,13 @@ def has_huge_pages() -> bool:
         return False
     with mmap.mmap(-1, 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(bytes(len(memory)))
+        huge_pages(True)
         try:
             memory.madvise(25)  # MADV_COLLAPSE
         except OSError:
             return False
+        finally:
+            huge_pages(False)
     return True
 
 
@@ -69,7 +73,10 @@ def test_a_process_that_is_ready_to_serve_has_huge_pages() -> None:
         "freeze_loaded()\n"
         "print(next(line.split()[1] for line in open('/proc/self/smaps_rollup') if line.startswith('AnonHugePages')))\n"
     )
-    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=50)
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=50, preexec_fn=lambda: huge_pages(True)
+    )
     assert int(shown.stdout) << 10 >= HUGE_PAGE
 
 
