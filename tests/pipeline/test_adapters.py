@@ -184,6 +184,7 @@ async def test_one_is_loaded_replaced_and_unloaded_in_all_workers_and_outlives_t
     assert (await change(http, "unload", "extra")).status_code == 404
 
 
+@pytest.mark.slow  # demo/test_demo_model has it without an adapter
 async def test_an_answer_goes_on_with_its_adapter_when_its_worker_is_killed(
     deployment: Deployment, http: httpx.AsyncClient, folder: Path
 ) -> None:

@@ -35,6 +35,7 @@ async def answers(http: httpx.AsyncClient) -> bool:
     return False
 
 
+@pytest.mark.slow  # operate/test_backup has the broker alone
 @pytest.mark.timeout(180)  # two deployments with two cells each, one after the other: about 20 s
 async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backup(
     tmp_path: Path, oracle: Oracle, capsys: pytest.CaptureFixture[str]

@@ -24,7 +24,8 @@ from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt
 
-pytestmark = pytest.mark.timeout(240)
+# test_structured_survival kills decode workers, pairs/test_disaggregated cancels, chaos/test_cases is a slice of chaos.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 LEASE_S = 3.0
 TOPOLOGY = TOPOLOGIES["pd"]

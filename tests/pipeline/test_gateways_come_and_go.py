@@ -148,6 +148,7 @@ async def test_gateways_come_and_go_under_load_and_nobody_notices(
     assert [each.name for each in site.deployment.state.processes if each.role == "gateway"] == ["gateway-0"]
 
 
+@pytest.mark.slow  # launch/test_up has it for other children
 @pytest.mark.timeout(180)
 async def test_a_gateway_that_is_killed_while_it_is_added_comes_again(site: Site) -> None:
     async with site.load():

@@ -26,6 +26,7 @@ async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
     await made.close()
 
 
+@pytest.mark.slow  # engines/native/test_host_pool restarts the engine alone
 async def test_a_worker_that_starts_again_has_its_cache(deployment: Deployment, bus: Bus, tmp_path: Path) -> None:
     flags = ("--engine", "native", "--model", str(modeldir.DEMO), "--kv-blocks", "120", "--threads", "1")
     flags += ("--kv-disk", str(tmp_path), "--kv-offloading-size", "0.1")

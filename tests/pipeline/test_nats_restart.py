@@ -110,7 +110,9 @@ async def restart_broker(deployment: Deployment, sign: signal.Signals) -> None:
     await until(replaced, "a new broker", within_s=20)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "in order"])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["killed", "in order"]
+)
 async def test_every_answer_is_whole_by_the_documented_procedure(
     paced: Deployment, client: Client, oracle: Oracle, sign: signal.Signals
 ) -> None:

@@ -116,7 +116,9 @@ async def serving(far: Deployment) -> int:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)], ids=["completions", "chats"]
+    ("path", "body"),
+    [("/v1/completions", BODY), pytest.param("/v1/chat/completions", CHAT, marks=pytest.mark.slow)],
+    ids=["completions", "chats"],
 )
 async def test_a_lost_servers_answer_goes_on_at_another_from_what_was_sent(
     far: Deployment, near: Deployment, http: httpx.AsyncClient, path: str, body: dict[str, Any]

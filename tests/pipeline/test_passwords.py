@@ -73,6 +73,7 @@ async def refused(url: str) -> bool:
     return False
 
 
+@pytest.mark.slow  # nats_server/test_passwords rotates them
 async def test_passwords_are_rotated_as_the_page_says_while_clients_stream(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,6 +175,7 @@ async def test_a_model_without_requests_sleeps_stays_listed_and_answers_the_next
     assert [each.name for each in two.state.processes if each.role == "worker" and not each.drained] == workers
 
 
+@pytest.mark.slow  # of one model above
 async def test_of_several_models_each_planner_adds_and_drains_its_own_workers(
     new_deployment: NewDeployment, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ async def test_the_first_repeat_takes_one_worker_and_later_ones_are_refused_at_b
     assert calm.status_code == 200
 
 
+@pytest.mark.slow  # the same with one that is stored
 async def test_a_poisonous_request_that_is_not_stored_is_known_in_memory(
     fleet: Deployment, bus: Bus, http: httpx.AsyncClient
 ) -> None:
@@ -139,6 +140,7 @@ async def test_a_poisonous_request_that_is_not_stored_is_known_in_memory(
     assert crashes(fleet) == before + 4
 
 
+@pytest.mark.slow  # admission/test_poison_requests
 async def test_the_next_of_a_tenant_with_several_takes_two_workers_however_it_differs(
     fleet: Deployment, bus: Bus, http: httpx.AsyncClient
 ) -> None:

@@ -172,6 +172,7 @@ async def test_of_a_video_nothing_passes_the_streams_of_work(http: httpx.AsyncCl
     assert other_now - other < 128 << 10
 
 
+@pytest.mark.slow  # demo/test_demo_model has it with text
 async def test_a_worker_that_is_killed_in_mid_answer_is_continued_by_another(
     http: httpx.AsyncClient, bus: Bus, apart: Deployment, folder: Path
 ) -> None:

@@ -37,6 +37,7 @@ async def said(fleet: Deployment, *argv: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.splitlines()]
 
 
+@pytest.mark.slow  # doctor/test_doctor has the finding
 async def test_a_worker_that_is_twenty_times_slower_than_its_peers_is_named(fleet: Deployment) -> None:
     (router,) = [process for process in fleet.state.processes if process.role == "router"]
     seeds = iter(range(1_000_000))

@@ -302,13 +302,9 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
     await all_end(list(roles.values()))
 
 
+@pytest.mark.slow  # engines/vllm/test_images has the engine alone, disagg/test_disaggregation the stages
 @pytest.mark.parametrize(
-    "roles",
-    [
-        pytest.param(("aggregated",), marks=pytest.mark.slow, id="aggregated"),
-        pytest.param(("prefill", "decode"), marks=pytest.mark.slow, id="prefill-decode"),
-        pytest.param(("encode", "prefill", "decode"), id="encode-prefill-decode"),
-    ],
+    "roles", [("aggregated",), ("prefill", "decode"), ("encode", "prefill", "decode")], ids="-".join
 )
 async def test_images_are_seen_and_their_blocks_are_known_by_them(
     deployment: Deployment,

@@ -347,6 +347,7 @@ async def test_a_trainer_that_dies_in_mid_update_changes_nothing(
     assert (await answered(http))[0] == steps["step-3"].greedy(prompt, COUNT)
 
 
+@pytest.mark.slow  # one that is killed in mid-update comes back below
 async def test_a_worker_that_comes_back_has_the_tensors_or_waits_for_the_next(
     deployment: Deployment, http: httpx.AsyncClient, staging: Path, steps: dict[str, Trained], prompt: list[int]
 ) -> None:
@@ -450,6 +451,7 @@ async def test_answers_of_a_worker_that_is_killed_in_mid_update_go_on_and_it_com
     await until(both, "the killed worker has the new weights", 90)
 
 
+@pytest.mark.slow  # session/test_weights has what a folder must be
 async def test_a_worker_that_missed_an_update_does_not_start_without_its_folder(
     deployment: Deployment, http: httpx.AsyncClient, folder: Path, steps: dict[str, Trained], prompt: list[int]
 ) -> None:
@@ -471,7 +473,8 @@ async def test_a_worker_that_missed_an_update_does_not_start_without_its_folder(
         shutil.move(folder / "away", folder / "step-3")
 
 
-@pytest.mark.parametrize("engine", ["sglang", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the contract of engines has both
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
 async def test_workers_of_other_packages_change_their_weights_and_sleep_in_the_same_way(
     new_deployment: NewDeployment,
     folder: Path,
@@ -519,6 +522,7 @@ async def test_workers_of_other_packages_change_their_weights_and_sleep_in_the_s
         assert (await answered(http))[0] == steps["step-3"].greedy(prompt, COUNT)
 
 
+@pytest.mark.slow  # session/test_weights has the turns
 async def test_models_that_share_a_device_take_turns_as_requests_come(new_deployment: NewDeployment) -> None:
     shared = new_deployment(
         *("--mock-speedup", "0", "--model", "demo", "--model", "small=tiny", "--workers", "1", "--api-key", KEY),

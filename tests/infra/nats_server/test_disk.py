@@ -257,6 +257,7 @@ async def test_a_deployment_whose_disk_was_full_serves_again_when_there_is_room(
         up.stop()
 
 
+@pytest.mark.slow  # chaos/test_cases fills one
 @pytest.mark.timeout(150)
 async def test_answers_whose_tokens_a_full_disk_does_not_take_end_within_15_s_at_both_doors(
     small_disk: Path, tmp_path: Path

@@ -301,6 +301,7 @@ async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_
     await until(restarted, "another worker is ready", within_s=60)
 
 
+@pytest.mark.slow  # native/test_ranks kills a rank, too
 @pytest.mark.timeout(300)
 async def test_a_worker_over_two_ranks_answers_as_others_do_and_ends_with_one_of_them(
     demo: Deployment, demo_bus: Bus

@@ -80,11 +80,19 @@ async def accepted(bus: Bus, said: str) -> list[str]:
     return [each.id for each in stored if each.stop.max_tokens == TOKENS and each.user == said]
 
 
+@pytest.mark.parametrize(
+    ("count", "victims"),
+    [
+        (800, ("driver", "all")),
+        pytest.param(1500, ("driver", "router", "worker", "nats", "all"), marks=pytest.mark.slow),
+    ],
+    ids=["two", "five"],
+)
 async def test_a_batch_survives_the_death_of_each_process_and_of_all_and_runs_no_line_twice(
-    clients: list[openai.AsyncOpenAI], fleet: Deployment, oracle: Oracle
+    clients: list[openai.AsyncOpenAI], fleet: Deployment, oracle: Oracle, count: int, victims: tuple[str, ...]
 ) -> None:
-    count = 1500  # of which 512 run at a time
-    bodies = [body(f"Number {number}") | {"user": "survives"} for number in range(count)]
+    """Of its lines, 512 run at a time."""
+    bodies = [body(f"Number {number}") | {"user": f"survives {count}"} for number in range(count)]
     lines = [
         json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": each})
         for number, each in enumerate(bodies)
@@ -99,7 +107,7 @@ async def test_a_batch_survives_the_death_of_each_process_and_of_all_and_runs_no
     bus = await connect(fleet.state.nats_url, role="operator", name="test")
     killed: set[str] = set()
     try:
-        for victim in ("driver", "router", "worker", "nats", "all"):
+        for victim in victims:
             now = await until(lambda: state_of(clients, batch.id), "a gateway answers")
             assert now.status == "in_progress", "it is to be disturbed"
             driver = await until(lambda: successor(bus, batch.id, killed), "it is driven")
@@ -122,7 +130,7 @@ async def test_a_batch_survives_the_death_of_each_process_and_of_all_and_runs_no
         for asked, each in list(zip(bodies, output, strict=True))[::5]:
             assert each["response"]["body"]["choices"][0]["message"]["content"] == oracle.answer(asked, TOKENS)
         ran = [each["response"]["request_id"] for each in output]
-        assert sorted(await accepted(bus, "survives")) == sorted(ran)
+        assert sorted(await accepted(bus, f"survives {count}")) == sorted(ran)
     finally:
         await bus.close()
 
@@ -130,7 +138,7 @@ async def test_a_batch_survives_the_death_of_each_process_and_of_all_and_runs_no
 async def test_a_cancel_is_not_forgotten_when_the_driver_dies_with_it(
     clients: list[openai.AsyncOpenAI], fleet: Deployment, fleet_bus: Bus
 ) -> None:
-    count = 1500  # of which 512 run at a time, for two seconds
+    count = 800  # of which 512 run at a time, for two seconds
     lines = [
         json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": body(f"Number {number}")})
         for number in range(count)

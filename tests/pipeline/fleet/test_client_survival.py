@@ -54,7 +54,7 @@ class Reader:
             self.numbers.append(chunk.position.next - 1)
 
 
-@pytest.mark.parametrize("role", ["nats", "gateway"])
+@pytest.mark.parametrize("role", [pytest.param("nats", marks=pytest.mark.slow), "gateway"])
 async def test_every_answer_comes_whole_although_a_process_is_killed(
     fleet: Deployment, fleet_bus: Bus, client: Client, oracle: Oracle, role: str
 ) -> None:

@@ -90,7 +90,7 @@ async def test_streaming_goes_on_after_tokens_were_deleted_and_made_again(fleet_
         await ask(seed)
 
 
-@pytest.mark.parametrize("name", ["REQUESTS", "WORK"])
+@pytest.mark.parametrize("name", ["REQUESTS", pytest.param("WORK", marks=pytest.mark.slow)])
 async def test_requests_are_answered_after_their_stream_was_deleted_and_made_again(
     fleet_bus: Bus, ask: Ask, name: str
 ) -> None:
@@ -105,7 +105,7 @@ async def test_requests_are_answered_after_their_stream_was_deleted_and_made_aga
     await apply(fleet_bus.nc, whole)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["MEMORY_CONTENTS", "MEMORY_TOKENS"])
 async def test_requests_with_no_store_are_answered_although_a_stream_of_theirs_was_deleted(
     fleet: Deployment, oracle: Oracle, fleet_bus: Bus, name: str, at_once: bool

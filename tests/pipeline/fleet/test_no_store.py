@@ -218,7 +218,9 @@ async def test_cancelled_and_refused_requests_leave_nothing_either(
     await is_deleted(fleet, fleet_bus, refused.headers["x-request-id"], traces(oracle, nowhere))
 
 
-@pytest.mark.parametrize("victim", ["router", "gateway", "worker"])
+@pytest.mark.parametrize(
+    "victim", ["router", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gateway", "worker"))]
+)
 async def test_a_process_that_dies_between_the_end_and_the_deletion_saves_nothing(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle, victim: str
 ) -> None:

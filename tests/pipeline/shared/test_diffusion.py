@@ -290,6 +290,7 @@ async def test_a_killed_workers_request_is_made_by_another_one(studio: httpx.Asy
     assert (await fetched(studio, direct.json()["data"][0])).tobytes() == image.tobytes()
 
 
+@pytest.mark.slow  # a deployment more
 async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeployment, models: tuple[Path, Path]) -> None:
     deployment = new_deployment(
         *("--engine", "auto", "--diffusion", "1", "--diffusion-model", str(models[0]), "--threads", "1"),

@@ -81,7 +81,7 @@ def body(user: str, **more: Any) -> dict[str, Any]:
     return {**CHAT, "messages": [{"role": "user", "content": words(20)}], "user": user, **more}
 
 
-@pytest.mark.parametrize("streamed", [0, 3])
+@pytest.mark.parametrize("streamed", [pytest.param(0, marks=pytest.mark.slow), 3])
 async def test_an_answer_whose_last_tokens_were_lost_is_completed_from_its_terminal_event(
     empty_http: httpx.AsyncClient, empty_bus: Bus, oracle: Oracle, streamed: int
 ) -> None:
