@@ -73,12 +73,15 @@ class DiskWatch:
         await asyncio.wait([self._task])
 
     async def _watch(self) -> None:
+        failed = ""
         while True:
             await asyncio.sleep(self._every_s)
             try:
                 self.look()
+                failed = ""
             except OSError as error:
-                log.warning("disk_check_failed", error=str(error))
+                if failed != (failed := str(error)):  # once, not each second for as long as it lasts
+                    log.warning("disk_check_failed", error=failed)
 
     def look(self) -> None:
         """Once; called each second.

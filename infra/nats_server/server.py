@@ -15,6 +15,7 @@ from penstock.infra.nats_server.binary import ServerFailed, find_server
 from penstock.infra.nats_server.config import USERS, Cluster, ServerConfig, render
 from penstock.infra.nats_server.datadir import Lock, load_secrets, write_private
 from penstock.infra.nats_server.tenants import INCLUDE, PASSWORDS_INCLUDE, user_in_use, write_passwords
+from penstock.infra.process.budgets import cgroup_bytes
 from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.scheduling import lax_timers
 from penstock.infra.process.sockets import CannotListen, bind, check_free
@@ -244,10 +245,7 @@ def with_memory_limit(environ: Mapping[str, str], total: int) -> dict[str, str]:
 
 def memory_bytes() -> int:
     """What this machine has, or this container may use."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no container of Linux, or no limit ("max")
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup_bytes())
 
 
 def end_stale(pid_file: Path, config: Path) -> None:

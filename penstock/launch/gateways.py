@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.infra.process.budgets import cgroup_cpu
 from penstock.launch.groups import PlanError
-from penstock.workers.engines.budgets import cgroup_cpu
 
 AUTO = "auto"
 CORES_PER_GATEWAY = 2  # beside routers, workers and brokers, which take as much together

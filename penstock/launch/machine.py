@@ -15,10 +15,10 @@ from pathlib import Path
 
 from penstock.infra.model import modeldir, servable
 from penstock.infra.model.weight_files import is_mistral_format
+from penstock.infra.process.budgets import available_cores, usable_cores
 from penstock.infra.process.sockets import CannotListen, bind, claim, held_ports, listening, own_sockets
 from penstock.launch.groups import PlanError, WorkerGroup
 from penstock.launch.readiness import base_url
-from penstock.workers.engines.budgets import available_cores, usable_cores
 
 _HOST = "127.0.0.1"
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range): those may be taken before a worker

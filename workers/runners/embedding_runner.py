@@ -473,7 +473,7 @@ def build_engine(settings: WorkerSettings) -> EmbeddingEngine:
     """
     engine: EmbeddingEngine
     if settings.engine == "native":
-        from penstock.workers.engines.budgets import wait_passively
+        from penstock.infra.process.budgets import wait_passively
 
         path = modeldir.resolve(settings.model, weights=True)
         if reason := servable.problem(path, "native"):  # before what takes seconds to import

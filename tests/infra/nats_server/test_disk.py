@@ -86,6 +86,22 @@ def test_a_disk_that_fills_is_reported_at_15_and_at_5_percent_once_each(tmp_path
     ]  # fmt: skip
 
 
+async def test_a_check_that_keeps_failing_is_logged_once(tmp_path: Path, free: dict[str, int]) -> None:
+    server, looks = Server(tmp_path), asyncio.Semaphore(0)
+    watch = DiskWatch(server, every_s=0.001)
+
+    def look() -> None:
+        looks.release()
+        raise OSError(errno.ENOENT, "no such folder")
+
+    watch.look = look  # type: ignore[method-assign]
+    with structlog.testing.capture_logs() as logged:
+        async with asyncio.timeout(10), watch:
+            for _ in range(4):
+                await looks.acquire()
+    assert [each["event"] for each in logged] == ["disk_check_failed"]
+
+
 def test_a_server_that_met_no_full_disk_is_left_alone(tmp_path: Path, free: dict[str, int]) -> None:
     server = Server(tmp_path)
     watch = DiskWatch(server)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.process.budgets import wait_passively
 from penstock.infra.process.gc_policy import loading
-from penstock.workers.engines.budgets import wait_passively
 from penstock.workers.engines.constraints.compiler import compiler
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 import torch
 
-from penstock.workers.engines import budgets
+from penstock.infra.process import budgets
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS, ConstraintCompiler
 from penstock.workers.engines.core.blocks import BlockCopies, BlockManager, DiskCache, HostCache
 from penstock.workers.engines.core.embeddings import EncodeEngine

@@ -31,10 +31,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from penstock.infra.process import budgets
 from penstock.infra.process.child import die_with_parent
 from penstock.infra.process.user_folder import OwnFolder
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines import budgets
 from penstock.workers.engines.core.sequence import Executor, PendingStep, Sampled, ScheduledSequence, Sequence, Waypoint
 from penstock.workers.engines.engine_protocol import EngineError, NodeLost
 from penstock.workers.engines.native.cuda.packing import PackedStep

@@ -16,9 +16,9 @@ import structlog
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree
 from penstock.infra.model import modeldir
+from penstock.infra.process import budgets
 from penstock.infra.process.user_folder import OwnFolder
 from penstock.schemas import block_hashes
-from penstock.workers.engines import budgets
 from penstock.workers.engines.constraints.compiler import OTHERS_CONSTRAINTS, compiler
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo
 from penstock.workers.engines.external import nodes

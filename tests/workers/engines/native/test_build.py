@@ -13,8 +13,9 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.modeldir import DEMO
+from penstock.infra.process import budgets
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines import budgets, native
+from penstock.workers.engines import native
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import attention as attention_module

@@ -15,7 +15,7 @@ from penstock.configs.flags import parse
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model import modeldir
-from penstock.workers.engines import budgets
+from penstock.infra.process import budgets
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.vllm.args import (
     MULTIMODAL,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.infra.process import budgets
 from penstock.schemas.transfer import Memory
-from penstock.workers.engines import budgets
 from penstock.workers.engines.engine_protocol import EngineError
 
 CUDA_SHARE = 0.85  # of the memory that the weights leave free; activations need the rest

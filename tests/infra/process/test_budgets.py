@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.engines.budgets import (
+from penstock.infra.process.budgets import (
     PASSIVE_WAIT,
     _cgroup_free_bytes,
     cgroup_cpu,

@@ -1,6 +1,6 @@
 """How many CPU threads an engine should compute with: the machine's cores, less what is limited or busy at start.
 
-Memory for engines that compute on the CPU: how much is free, and how much of it a KV cache may take.
+Memory: how much this process may use, how much is free, and how much of it a KV cache on the CPU may take.
 """
 
 import contextlib
@@ -140,13 +140,23 @@ def numa_nodes() -> int:
         return 1
 
 
-def _cgroup_free_bytes(folders: Iterable[Path] | None = None) -> int:
-    """What the limits of all control groups leave; without a limit, more than any machine has.
+def cgroup_bytes() -> int:
+    """The lowest memory limit of the control groups; without one, more than any machine has."""
+    return min((most for most, _ in _memory_limits(cgroup_folders("memory"))), default=1 << 62)
 
-    Pages of files, such as those of the weights that were just read, are free: the kernel drops them for others.
+
+def _cgroup_free_bytes(folders: Iterable[Path] | None = None) -> int:
+    """What the limits of all control groups leave; without a limit, more than any machine has."""
+    limits = _memory_limits(cgroup_folders("memory") if folders is None else folders)
+    return min((max(0, most - used) for most, used in limits), default=1 << 62)
+
+
+def _memory_limits(folders: Iterable[Path]) -> Iterator[tuple[int, int]]:
+    """Limit and use of each group that has a limit, in bytes.
+
+    Pages of files, such as those of the weights that were just read, are not used: the kernel drops them for others.
     """
-    least = 1 << 62
-    for folder in cgroup_folders("memory") if folders is None else folders:
+    for folder in folders:
         two = (folder / "memory.max").exists()
         limit, used, prefix = ("max", "current", "") if two else ("limit_in_bytes", "usage_in_bytes", "total_")
         with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
@@ -154,5 +164,4 @@ def _cgroup_free_bytes(folders: Iterable[Path] | None = None) -> int:
             taken = int((folder / f"memory.{used}").read_text())
             about = _numbers(folder / "memory.stat")
             files = sum(about.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-            least = min(least, max(0, most - max(0, taken - files)))
-    return least
+            yield most, max(0, taken - files)
