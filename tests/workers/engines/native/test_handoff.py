@@ -25,6 +25,7 @@ from penstock.workers.engines.native.model.pool import KvPool, KvShape
 from penstock.workers.kv_transfer.agent import check_pool
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 from penstock.workers.kv_transfer.transport_thread import open_transport
+from tests.properties import some
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.models import expected as greedy
 from tests.workers.engines.native.models import prompt as tuples
@@ -107,9 +108,11 @@ def handed_off(
     return item
 
 
-@pytest.mark.parametrize("length", [530, 512, 20])
+@pytest.mark.parametrize("length", some([530, 512, 20], 530, 20))
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seed"])
-@pytest.mark.parametrize("speculative", ["", str(DEMO.parent / "demo-draft"), "ngram"], ids=["plain", "draft", "ngram"])
+@pytest.mark.parametrize(
+    "speculative", some(["", str(DEMO.parent / "demo-draft"), "ngram"], "", "ngram"), ids=["plain", "draft", "ngram"]
+)
 def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(
     source: ScheduledEngine, length: int, temperature: float, speculative: str
 ) -> None:

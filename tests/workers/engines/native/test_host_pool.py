@@ -11,6 +11,7 @@ import torch
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.build import _page_locked, build
 from penstock.workers.engines.native.model.options import NativeOptions
+from tests.properties import some
 from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
 
 MIB = 1 / 1024  # GiB
@@ -19,7 +20,7 @@ MIB = 1 / 1024  # GiB
 WINDOWED = ("gemma2", "gemma3", "gpt_oss", "mistral")  # soft caps; plain; sinks; sliding layers only
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v2", *WINDOWED])
+@pytest.mark.parametrize("name", some(["llama", "deepseek_v2", *WINDOWED], "deepseek_v2", "gemma3"))
 def test_prompts_that_left_the_pool_are_found_again_with_their_kv(name: str, model_dir: Callable[[str], Path]) -> None:
     directory = model_dir(name)
     options = NativeOptions(device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=4 * MIB)
@@ -86,7 +87,10 @@ def test_kv_as_fp8_is_copied_as_it_is(name: str, model_dir: Callable[[str], Path
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [("llama", "auto"), ("llama", "fp8"), ("llama", "bfloat16"), *((name, "auto") for name in WINDOWED)],
+    some(
+        [("llama", "auto"), ("llama", "fp8"), ("llama", "bfloat16"), *((name, "auto") for name in WINDOWED)],
+        *(("llama", "fp8"), ("gpt_oss", "auto")),
+    ),
 )
 def test_a_prompt_is_found_again_after_a_restart(
     name: str, kv_dtype: str, model_dir: Callable[[str], Path], tmp_path: Path

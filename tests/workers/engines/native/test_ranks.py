@@ -42,6 +42,7 @@ from penstock.workers.engines.native.ranks import (
 from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
 from tests.adapters import other_weights
 from tests.demo_model.eagle import random_head
+from tests.properties import some
 from tests.workers.engines.native.model.test_mxfp4 import narrow
 from tests.workers.engines.native.models import CONFIGS, VOCAB, drain, expected, prompt, request, run, save, tokens
 from tests.workers.engines.native.test_handoff import ROOT, prefilled
@@ -115,7 +116,11 @@ def engine(
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [*((name, 2) for name in sorted(CONFIGS)), ("llama", 4), ("phi3", 4), ("qwen3_moe", 4)]
+    ("name", "width"),
+    some(
+        [*((name, 2) for name in sorted(CONFIGS)), ("llama", 4), ("phi3", 4), ("qwen3_moe", 4)],
+        *(("deepseek_v2", 2), ("gemma3", 2), ("gpt_oss", 2), ("phi3", 4), ("qwen3_moe", 4)),
+    ),
 )
 def test_a_split_model_answers_as_transformers_does(name: str, width: int, model_dir: Callable[[str], Path]) -> None:
     """Of two KV heads, each is on two of four ranks."""
@@ -308,10 +313,13 @@ def test_ranks_end_with_their_engine(model_dir: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "widths"),
-    [
-        *(("llama", widths) for widths in ((2, 1), (1, 2), (2, 4))),
-        *((name, widths) for name in ("deepseek_v2", "gemma3") for widths in ((1, 2), (2, 1))),
-    ],
+    some(
+        [
+            *(("llama", widths) for widths in ((2, 1), (1, 2), (2, 4))),
+            *((name, widths) for name in ("deepseek_v2", "gemma3") for widths in ((1, 2), (2, 1))),
+        ],
+        *(("llama", (2, 1)), ("deepseek_v2", (1, 2)), ("gemma3", (2, 1))),
+    ),
     ids=str,
 )
 def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
@@ -351,7 +359,7 @@ def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
     assert results[0].computed_tokens == 1
 
 
-@pytest.mark.parametrize(("name", "width"), [("llama", 2), ("llama", 4), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(("name", "width"), some([("llama", 2), ("llama", 4), ("qwen3_moe", 2)], ("qwen3_moe", 2)))
 def test_each_rank_takes_its_part_of_new_weights(
     name: str, width: int, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ from tests.adapters import write_adapter
 from tests.demo_model import template
 from tests.demo_model.eagle import PlainHead, hidden_states, random_head
 from tests.demo_model.task_mix import cases
-from tests.properties import examples
+from tests.properties import examples, some
 from tests.workers.engines.core import test_speculation as core
 from tests.workers.engines.native import models, pictures
 from tests.workers.engines.native.model.test_adapters import add
@@ -147,7 +147,7 @@ def asked(count: int = 4, length: int = 26) -> list[SequenceRequest]:
     ]
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", some(FORMS, "speculators", "vllm"))
 @pytest.mark.parametrize("options", [{}, {"max_batched_tokens": 7}], ids=str)
 def test_proposals_are_those_of_plain_torch_in_every_published_form(
     name: str, options: dict[str, Any], model_dir: Callable[[str], Path], heads: Callable[..., Path]
@@ -167,13 +167,17 @@ def test_proposals_are_those_of_plain_torch_in_every_published_form(
 
 @pytest.mark.parametrize(
     "options",
-    [
+    some(
+        [
+            {"kv_blocks": 12, "max_running": 4},
+            {"prefix_cache": False},
+            {"num_speculative_tokens": 9},
+            {"num_speculative_tokens": 1},
+            {"max_batched_tokens": 5, "block_size": 4},
+        ],
         {"kv_blocks": 12, "max_running": 4},
-        {"prefix_cache": False},
-        {"num_speculative_tokens": 9},
-        {"num_speculative_tokens": 1},
         {"max_batched_tokens": 5, "block_size": 4},
-    ],
+    ),
     ids=str,
 )
 def test_answers_are_those_without_a_head(
@@ -265,7 +269,9 @@ def test_sampling_options_keep_their_effect(
             assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "deepseek_v3", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize(
+    "name", some(["qwen3", "mixtral", "deepseek_v3", "gpt_oss", "gemma3"], "deepseek_v3", "gemma3")
+)
 def test_heads_of_other_architectures(name: str, model_dir: Callable[[str], Path], heads: Callable[..., Path]) -> None:
     """Also of those with a latent in place of keys, and with sliding windows."""
     model = model_dir(name)

@@ -13,14 +13,15 @@ from penstock.workers.engines.native.model.attention import ReferenceAttention, 
 from penstock.workers.engines.native.model.loading import load
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.pool import KvPool
+from tests.properties import some
 from tests.workers.engines.native.models import CONFIGS, drain, expected, prompt, reference, request, run, tokens
 
 LENGTHS = (1, 9, 13, 16, 33, 47)  # around block borders and windows (8 and 12), and far beyond
 COUNT = 24
 
 
-# Their layers differ from mixtral's and qwen3_moe's in how experts are chosen, which no cut of the work touches.
-EXPERTS = ("glm4_moe", "granite_moe", "olmoe", "phimoe", "qwen2_moe")
+# One of each kind of layers that a cut of the work may touch.
+CUT = ("deepseek_v2", "gemma3", "gpt_oss", "llama", "qwen3_moe")
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -28,9 +29,7 @@ def each_directory(request: pytest.FixtureRequest, model_dir: Callable[[str], Pa
     return model_dir(request.param)
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.slow if name in EXPERTS else ()) for name in sorted(CONFIGS)]
-)
+@pytest.fixture(params=some(sorted(CONFIGS), *CUT))
 def directory(request: pytest.FixtureRequest, model_dir: Callable[[str], Path]) -> Path:
     return model_dir(request.param)
 
