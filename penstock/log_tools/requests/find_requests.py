@@ -30,7 +30,6 @@ from penstock.infra.bus.direct_get import (
 from penstock.log_tools.requests.text_search import ID_BYTES, RecordSearch
 from penstock.log_tools.sources.data_folder import StoredLog, entry_of
 from penstock.log_tools.sources.store_files import (
-    Place,
     Raw,
     StoredStream,
     body_of,
@@ -207,10 +206,7 @@ async def ended(
     stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
     oldest = criteria.ended_since_ns
     before = before or await _behind(bus, stream, criteria)
-    if search is not None and search.sifts and isinstance(bus, StoredLog):
-        parts = _sifted(bus, search, before=before, oldest=oldest)
-    else:
-        parts = _with_requests(bus, _together(bus, stream, subjects, before), wanted=prompts or search is not None)
+    parts = _with_requests(bus, _together(bus, stream, subjects, before), wanted=prompts or search is not None)
     async with contextlib.aclosing(parts):
         async for part, asked in parts:
             may_be = search.matching(list(map(_body, part)), asked) if search is not None else [True] * len(part)
@@ -238,58 +234,6 @@ async def _with_requests(bus: Readable, records: AsyncGenerator[Sequence[Entry |
                 for at, message in zip(lacking, await accepted.of([part[at] for at in lacking]), strict=True):
                     asked[at] = message
             yield part, asked
-
-
-class _AskedBlock:
-    """The requests in a block of REQUESTS."""
-
-    def __init__(self, block: bytes, places: list[Place], search: RecordSearch) -> None:
-        sifted = search.sift(block, places)
-        self._block, self._places, self._names = block, places, sifted.names
-        self._at: dict[bytes, int] = {}
-        self.names = set(sifted.names)
-        self.possible = {sifted.names[number] for number in sifted.possible}
-        self.since_ns = places[0][1]
-
-    def of(self, name: bytes) -> bytes:
-        """The message of a request in this block."""
-        self._at = self._at or dict(zip(self._names, (at for _, _, at in self._places), strict=True))
-        return body_of(self._block, self._at[name])
-
-
-async def _sifted(stored: StoredLog, search: RecordSearch, *, before: int, oldest: int) -> Parts:
-    """As ``_with_requests``, without records that cannot match. REQUESTS is read along with DONE, as by ``_Accepted``.
-
-    Args:
-        oldest: how far back to read (Unix, ns).
-    """
-    done_stream, requests_stream = _stream(stored, "DONE"), _stream(stored, "REQUESTS")
-    if done_stream is None:
-        return
-    more = requests_stream.blocks_backward() if requests_stream is not None else iter(())
-    asked: list[_AskedBlock] = []  # the latest first
-    for block, places in done_stream.blocks_backward(before=before):
-        if places[-1][1] < oldest:
-            return
-        names, possible = search.sift(block, places)
-        lacking = set(names) - {b""}
-        asked = [each for each in asked if each.since_ns <= places[-1][1] + CLOCK_SKEW_NS]
-        until_ns = _made_ns(min(lacking)) if lacking else 0  # ids ascend with the time
-        for each in asked:
-            lacking -= each.names
-        while lacking and (not asked or asked[-1].since_ns > until_ns) and (following := next(more, None)) is not None:
-            asked.append(_AskedBlock(*following, search))
-            lacking -= asked[-1].names
-        wanted = set(possible)
-        with_prompt = lacking.union(*(each.possible for each in asked))
-        if with_prompt:
-            wanted.update(number for number, name in enumerate(names) if name in with_prompt)
-        numbers = sorted(wanted, reverse=True)
-        for start in range(0, len(numbers), SEARCHED):
-            some = numbers[start : start + SEARCHED]
-            owners = (next((each for each in asked if names[number] in each.names), None) for number in some)
-            messages = [each.of(names[number]) if each else b"" for number, each in zip(some, owners, strict=True)]
-            yield [Raw(places[number][0], places[number][1], block, places[number][2]) for number in some], messages
 
 
 async def _together(

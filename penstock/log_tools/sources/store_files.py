@@ -251,22 +251,6 @@ def body_of(block: bytes, at: int) -> bytes:
     return block[start : at + (length & ~HAS_HEADERS) - CHECKSUM_BYTES]
 
 
-def body_spans(block: bytes, offsets: Any) -> tuple[Any, Any]:
-    """Where the bodies of the messages at these offsets begin and end, as numpy arrays.
-
-    Of a record whose lengths contradict each other, the two are equal.
-    """
-    import numpy as np
-
-    numbers = np.ndarray((len(block) - 3,), "<u4", block, strides=(1,))
-    lengths = numbers[offsets].astype(np.int64)
-    ends = offsets + (lengths & ~HAS_HEADERS) - CHECKSUM_BYTES
-    begins = offsets + HEADER.size + (numbers[offsets + HEADER.size - 2] & 0xFFFF)
-    headers = numbers[np.minimum(begins, len(numbers) - 1)] + np.int64(_SIZE.size)
-    begins = begins + np.where(lengths & HAS_HEADERS > 0, headers, 0)
-    return np.minimum(begins, ends), ends
-
-
 def parse_headers(headers: bytes) -> dict[str, str]:
     """The names and values of a message's headers."""
     values = {}
@@ -577,20 +561,12 @@ class StoredStream:
 
     def backward(self, pattern: re.Pattern[bytes] | None = None, *, before: int = 0) -> Iterator[Raw]:
         """Messages, newest first: those before a sequence, or all."""
-        for data, places in self.blocks_backward(before=before):
-            for seq, time_ns, at in reversed(places):
-                if pattern is None or pattern.fullmatch(subject_of(data, at)):
-                    yield Raw(seq, time_ns, data, at)
-
-    def blocks_backward(self, *, before: int = 0) -> Iterator[tuple[bytes, list[Place]]]:
-        """As ``backward``, a block at a time: its bytes, and where its messages are, the oldest first."""
         start = min(self._number_at(before - 1) if before else len(self._blocks), len(self._blocks) - 1)
         for index in range(start, -1, -1):
             data, places = self._block(index)
-            if before and places and places[-1][0] >= before:
-                places = [place for place in places if place[0] < before]
-            if places:
-                yield data, places
+            for seq, time_ns, at in reversed(places):
+                if (not before or seq < before) and (pattern is None or pattern.fullmatch(subject_of(data, at))):
+                    yield Raw(seq, time_ns, data, at)
 
     def is_intact(self, seq: int) -> bool:
         """Whether the message of a sequence, which is stored, is as the broker wrote it."""

@@ -269,6 +269,6 @@ def test_a_literal_is_found_at_every_width_of_ids(bits: int) -> None:
     cannot = ([1, 0, 5], [3, 0, 5], [5, 4])
     parts = [narrowed(pack_tokens([largest, *tokens])) for tokens in (*may_be, *cannot)]
     assert {part[0] for part in parts} == {bits}
-    table = text_search._Beginnings([vocabulary], b"abc", any_case=False)
+    table = text_search._Beginnings(vocabulary, b"abc", any_case=False)
     assert table.candidates(parts).tolist() == list(range(len(may_be)))
     assert table.candidates([narrowed(pack_tokens([0, largest, 1])), b"\x03abc"]).tolist() == [0, 1]
