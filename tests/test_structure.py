@@ -111,7 +111,6 @@ CONFINED = {
         "penstock/log_tools/requests/slow",
         "penstock/log_tools/requests/text_search",
         "penstock/log_tools/sources/many_checksums",
-        "penstock/log_tools/sources/store_files",
     ),
 }
 # Texts that would be names of modules, but are not.

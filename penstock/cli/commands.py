@@ -188,8 +188,8 @@ COMMANDS = {
     ),
     "bench router": Command(
         "compare routing policies in simulated time",
-        "penstock.measure.bench.router:run",
-        "penstock.measure.bench.router:RouterBenchSettings",
+        "tests.perf.router:run",
+        "tests.perf.router:RouterBenchSettings",
     ),
     "bench replay": Command(
         "replay a trace, or prompts with common prefixes, on running deployments",

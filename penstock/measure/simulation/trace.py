@@ -151,24 +151,6 @@ def multiplied(trace: RequestTrace, by: Multipliers) -> RequestTrace:
     return replace(trace, rows=tuple(rows))
 
 
-def dealt(trace: RequestTrace, tenants: int) -> RequestTrace:
-    """Deal the conversations of a trace out to tenants, of which the n-th gets an n-th of what the first one does.
-
-    What begins with the same two units is taken for one conversation: many share the first, a system prompt.
-    """
-    if not tenants:
-        return trace
-    rng, of = random.Random(tenants), dict[int, str]()
-    names, weights = [f"t{number}" for number in range(tenants)], [1 / (number + 1) for number in range(tenants)]
-    rows = []
-    for row in trace.rows:
-        first = row.hash_ids[:2][-1] if row.hash_ids else 0
-        if first not in of:
-            of[first] = rng.choices(names, weights)[0]
-        rows.append(msgspec.structs.replace(row, tenant=of[first]))
-    return replace(trace, rows=tuple(rows))
-
-
 class _Namer:
     """Numbers for units: equal arguments, equal number."""
 

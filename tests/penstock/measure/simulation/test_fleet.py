@@ -10,9 +10,10 @@ from penstock.measure.simulation.cache import StoredRun
 from penstock.measure.simulation.engine import TOKEN_NS, decode_ns, prefill_ns
 from penstock.measure.simulation.fleet import SimulatedRequest, Simulation, SimulationError, simulate
 from penstock.measure.simulation.placement import PlacementPolicy, name
-from penstock.measure.simulation.policy import Placement, RulePolicy, SimulatedFleet, Target, WorkerSpec, round_robin
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target, WorkerSpec
 from penstock.measure.simulation.trace import Request, generate
 from penstock.router.state.holders import TierDepths
+from tests.perf.policies import RulePolicy, round_robin
 
 POOL = 1000 * 64
 MS = 1_000_000

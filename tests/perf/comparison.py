@@ -10,7 +10,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -20,22 +20,20 @@ from msgspec import Struct
 
 from penstock.cli.figures import quantile
 from penstock.measure.intervals import Interval, paired
-from penstock.measure.simulation.cells import CellsPolicy
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult, simulate
 from penstock.measure.simulation.placement import PlacementPolicy
-from penstock.measure.simulation.policy import (
+from penstock.measure.simulation.policy import Policy, SimulatedFleet, Target
+from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, RequestTrace, TraceRow, generate
+from penstock.router.placement.routing import Weights
+from tests.perf.policies import (
+    CellsPolicy,
     DynamoPolicy,
-    Policy,
     RulePolicy,
-    SimulatedFleet,
-    Target,
     least_blocks,
     least_requests,
     round_robin,
     uniform,
 )
-from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, RequestTrace, TraceRow, generate
-from penstock.router.placement.routing import Weights
 
 
 class GroupFigures(Struct, frozen=True):
@@ -256,6 +254,24 @@ def _jittered(trace: RequestTrace, seed: int) -> RequestTrace:
     rng = Random(seed)
     moved = [msgspec.structs.replace(row, timestamp=row.timestamp + rng.uniform(0, _JITTER_MS)) for row in trace.rows]
     return RequestTrace(trace.name, tuple(sorted(moved, key=lambda row: row.timestamp)), trace.block_tokens)
+
+
+def dealt(trace: RequestTrace, tenants: int) -> RequestTrace:
+    """Deal the conversations of a trace out to tenants, of which the n-th gets an n-th of what the first one does.
+
+    What begins with the same two units is taken for one conversation: many share the first, a system prompt.
+    """
+    if not tenants:
+        return trace
+    rng, of = random.Random(tenants), dict[int, str]()
+    names, weights = [f"t{number}" for number in range(tenants)], [1 / (number + 1) for number in range(tenants)]
+    rows = []
+    for row in trace.rows:
+        first = row.hash_ids[:2][-1] if row.hash_ids else 0
+        if first not in of:
+            of[first] = rng.choices(names, weights)[0]
+        rows.append(msgspec.structs.replace(row, tenant=of[first]))
+    return replace(trace, rows=tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,13 @@ from itertools import product
 
 import pytest
 
-from penstock.measure.simulation.cells import CellsPolicy
-from penstock.measure.simulation.comparison import POLICIES, TableCell, figures, run, runs, summaries
 from penstock.measure.simulation.fleet import Simulation, simulate
-from penstock.measure.simulation.policy import (
-    DynamoPolicy,
-    Placement,
-    RulePolicy,
-    SimulatedFleet,
-    WorkerSpec,
-    least_requests,
-    round_robin,
-)
+from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import WORKLOADS, Request, generate
 from penstock.router.placement import cost
 from penstock.router.placement.routing import Weights
+from tests.perf.comparison import POLICIES, TableCell, figures, run, runs, summaries
+from tests.perf.policies import CellsPolicy, DynamoPolicy, RulePolicy, least_requests, round_robin
 
 FOUR = SimulatedFleet((WorkerSpec(blocks=4096),) * 4)
 

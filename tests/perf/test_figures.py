@@ -3,11 +3,11 @@ import math
 import pytest
 
 from penstock.measure.intervals import paired
-from penstock.measure.simulation.comparison import GroupFigures, figures
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import Request
 from penstock.schemas.requests import Priority
+from tests.perf.comparison import GroupFigures, figures
 
 MS = 1_000_000
 

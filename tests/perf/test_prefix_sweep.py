@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.measure.simulation.comparison import PrefixSweep
+from tests.perf.comparison import PrefixSweep
 
 
 def test_the_common_share_is_one_of_so_many_prefixes_and_the_rest_is_each_prompts_own() -> None:
