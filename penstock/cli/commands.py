@@ -178,8 +178,8 @@ COMMANDS = {
     ),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",
-        "penstock.measure.bench.handoff:run",
-        "penstock.measure.bench.handoff:HandoffBenchSettings",
+        "penstock.measure.handoff:run",
+        "penstock.measure.handoff:HandoffBenchSettings",
     ),
     "bench split": Command(
         "measure what a handoff between workers costs",
@@ -193,8 +193,8 @@ COMMANDS = {
     ),
     "bench replay": Command(
         "replay a trace, or prompts with common prefixes, on running deployments",
-        "penstock.measure.bench.replay:run",
-        "penstock.measure.bench.replay:ReplayBenchSettings",
+        "tests.perf.replay:run",
+        "tests.perf.replay:ReplayBenchSettings",
     ),
     "slurm": Command(
         "measure deployments on a Slurm cluster: submit, status, collect, cancel",

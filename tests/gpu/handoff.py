@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.measure.bench.handoff import Bare, compare, orders, report
+from penstock.measure.handoff import Bare, compare, orders, report
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.nixl import load
 from penstock.workers.kv_transfer.transport_protocol import TransferError, Transport

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,10 +21,11 @@ from msgspec import Struct
 
 from penstock.cli.figures import quantile
 from penstock.measure.intervals import Interval, paired
+from penstock.measure.plots import drawn
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult, simulate
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Policy, SimulatedFleet, Target
-from penstock.measure.simulation.trace import UNIT_TOKENS, WORKLOADS, RequestTrace, TraceRow, generate
+from penstock.measure.simulation.trace import UNIT_TOKENS, RequestTrace, TraceRow
 from penstock.router.placement.routing import Weights
 from tests.perf.policies import (
     CellsPolicy,
@@ -34,6 +36,7 @@ from tests.perf.policies import (
     round_robin,
     uniform,
 )
+from tests.perf.workloads import WORKLOADS, generate
 
 
 class GroupFigures(Struct, frozen=True):
@@ -329,3 +332,23 @@ def series(summaries: Sequence[PolicySummary], ratios: Sequence[float], load: fl
         "throughput_values": line("tokens_per_s"),
         "hit_rates": line("hit_rate"),
     }
+
+
+def plot_prefix_ratios(
+    ratios: Sequence[float], ttft_ms: dict[str, list[float]], tokens: dict[str, list[float]], path: Path
+) -> None:
+    """TTFT and tokens/s by share of the prompt that is common, a line a deployment.
+
+    Raises:
+        PlotsMissing: with the command that installs it.
+    """
+    with drawn(path, 7.2, 2.6) as figure:
+        axes = figure.subplots(1, 2)
+        for axis, values, unit in zip(axes, (ttft_ms, tokens), ("TTFT, mean (ms)", "tokens/s"), strict=True):
+            for name, line in values.items():
+                axis.plot(ratios, line, marker="o", markersize=3, label=name)
+            axis.set_xlabel("common share of the prompt", fontsize=8)
+            axis.set_ylabel(unit, fontsize=8)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+        axes[0].legend(fontsize=7)

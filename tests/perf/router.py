@@ -13,12 +13,23 @@ from rich.table import Table
 
 from penstock.cli.terminal import fail, stdout
 from penstock.measure.intervals import Interval
-from penstock.measure.plots import PlotsMissing, drawn, plot_prefix_ratios
+from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
-from penstock.measure.simulation.trace import WORKLOADS, Multipliers, TraceError, multiplied, read
+from penstock.measure.simulation.trace import Multipliers, TraceError, multiplied, read
 from penstock.router.placement.cost import TIER_COSTS
 from penstock.router.placement.routing import Weights
-from tests.perf.comparison import PolicySummary, PrefixSweep, SimulationRun, TableCell, dealt, runs, series, summaries
+from tests.perf.comparison import (
+    PolicySummary,
+    PrefixSweep,
+    SimulationRun,
+    TableCell,
+    dealt,
+    plot_prefix_ratios,
+    runs,
+    series,
+    summaries,
+)
+from tests.perf.workloads import WORKLOADS
 
 
 def plot_loads(summaries: Sequence[PolicySummary], path: Path) -> None:

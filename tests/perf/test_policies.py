@@ -6,11 +6,12 @@ import pytest
 
 from penstock.measure.simulation.fleet import Simulation, simulate
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
-from penstock.measure.simulation.trace import WORKLOADS, Request, generate
+from penstock.measure.simulation.trace import Request
 from penstock.router.placement import cost
 from penstock.router.placement.routing import Weights
 from tests.perf.comparison import POLICIES, TableCell, figures, run, runs, summaries
 from tests.perf.policies import CellsPolicy, DynamoPolicy, RulePolicy, least_requests, round_robin
+from tests.perf.workloads import WORKLOADS, generate
 
 FOUR = SimulatedFleet((WorkerSpec(blocks=4096),) * 4)
 

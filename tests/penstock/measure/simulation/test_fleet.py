@@ -11,9 +11,10 @@ from penstock.measure.simulation.engine import TOKEN_NS, decode_ns, prefill_ns
 from penstock.measure.simulation.fleet import SimulatedRequest, Simulation, SimulationError, simulate
 from penstock.measure.simulation.placement import PlacementPolicy, name
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, Target, WorkerSpec
-from penstock.measure.simulation.trace import Request, generate
+from penstock.measure.simulation.trace import Request
 from penstock.router.state.holders import TierDepths
 from tests.perf.policies import RulePolicy, round_robin
+from tests.perf.workloads import generate
 
 POOL = 1000 * 64
 MS = 1_000_000

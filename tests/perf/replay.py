@@ -23,17 +23,10 @@ from penstock.cli.figures import quantile
 from penstock.cli.terminal import fail, stdout
 from penstock.client import Client, PenstockError
 from penstock.launch.state import DeploymentState, read_state
-from penstock.measure.plots import PlotsMissing, plot_prefix_ratios
-from penstock.measure.simulation.trace import (
-    WORKLOADS,
-    Multipliers,
-    RequestTrace,
-    TraceError,
-    TraceRow,
-    generate,
-    multiplied,
-    read,
-)
+from penstock.measure.plots import PlotsMissing
+from penstock.measure.simulation.trace import Multipliers, RequestTrace, TraceError, TraceRow, multiplied, read
+from tests.perf.comparison import plot_prefix_ratios
+from tests.perf.workloads import WORKLOADS, generate
 
 _FIRST_TOKEN = 16  # ids below may be special
 _CACHED_UNITS = 50_000

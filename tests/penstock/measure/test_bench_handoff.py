@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.bench.handoff import (
+from penstock.measure.handoff import (
     MAX_POOL_BYTES,
     HandoffBenchSettings,
     across,

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.client import Choice, Chunk, PenstockError, Usage
 from penstock.launch.state import DeploymentState, write_state
-from penstock.measure.bench import replay
-from penstock.measure.bench.replay import Answered, ReplayBenchSettings, figures, replay_prompts, run, sweep_prompts
 from penstock.measure.simulation.trace import RequestTrace, TraceRow
+from tests.perf import replay
+from tests.perf.replay import Answered, ReplayBenchSettings, figures, replay_prompts, run, sweep_prompts
 
 
 def test_prompts_of_a_sweep_share_prefixes_and_differ_behind_them() -> None:
