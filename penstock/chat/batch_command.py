@@ -176,11 +176,7 @@ def _run_with(client: BatchApi, args: argparse.Namespace, kept: Path, url: str) 
 
 
 def _endpoint(content: bytes, path: Path) -> str:
-    """The endpoint of the first line, which all lines have.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The endpoint of the first line, which all lines have."""
     first = content.lstrip().partition(b"\n")[0]
     try:
         return str(msgspec.json.decode(first)["url"])

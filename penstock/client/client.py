@@ -196,10 +196,6 @@ class _Request:
         return self._client._reader(self.position, self._submission, self._seconds)
 
     def _note(self, message: ReplyMessage) -> None:
-        """
-        Raises:
-            PenstockError: it is the error that the answer ends with.
-        """
         self.position = msgspec.structs.replace(self.position, next=message.seq + 1)
         self.request = message.request or self.request
         if message.error:
@@ -247,11 +243,7 @@ class Stream(_Request):
 
 
 def _public_part(key: str) -> str:
-    """The part of an API key that names it. The secret stays here: headers are stored with a submission.
-
-    Raises:
-        ValueError: not an API key. It is not repeated, as it may be a secret.
-    """
+    """The part of an API key that names it. The secret stays here: headers are stored with a submission."""
     if not key:
         return ""
     found = _API_KEY.match(key)

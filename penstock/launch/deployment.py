@@ -805,10 +805,6 @@ class Deployment:
             forget_wanted_cells(self.data_dir)  # last: the command that requested it reads the state now
 
     def _check_cells(self, active: int) -> None:
-        """
-        Raises:
-            PlanError: this deployment cannot have this many.
-        """
         if not self._ready:
             raise PlanError("the deployment is still starting; try again when it is ready")
         if (urls := self.settings.cell_nats_urls) and active > len(urls) + 1:

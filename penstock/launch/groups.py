@@ -164,11 +164,7 @@ _SLUG = re.compile(r"[^a-z0-9]+")
 def _several(
     up: UpSettings, members: Sequence[RecipeEntry], read: Callable[[str], Tree], makes_vectors: Callable[[str], bool]
 ) -> WorkerFleet:
-    """Workers for several models, each as if it were alone.
-
-    Raises:
-        PlanError, BadArguments: a flag is for one model, or two would have the same name.
-    """
+    """Workers for several models, each as if it were alone."""
     for field in _OF_ONE:
         if getattr(up, field):
             fix = "name each with --model NAME=FOLDER" if field == "served_model_name" else "leave it out"

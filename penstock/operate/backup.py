@@ -136,10 +136,6 @@ def run_restore(argv: Sequence[str]) -> int:
 
 
 async def _reported(work: Any) -> None:
-    """
-    Raises:
-        ValueError: instead of errors that are not for users.
-    """
     try:
         await work
     except (BrokerProblem, DataDirBusy, DataDirUnusable) as error:

@@ -173,11 +173,7 @@ def _place(data_dir: Path, args: argparse.Namespace) -> PasswordsPlace:
 async def _noted(
     place: PasswordsPlace, secrets: Mapping[str, str], verb: str, what: Sequence[str]
 ) -> AsyncIterator[None]:
-    """Record the changes of the block in the audit log, if the broker is known.
-
-    Raises:
-        BrokerProblem, ServingError: they cannot be recorded. Nothing was changed.
-    """
+    """Record the changes of the block in the audit log, if the broker is known."""
     if not place.servers:
         yield
         return
@@ -229,10 +225,6 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
 
 
 async def _check_unused(place: PasswordsPlace, roles: Sequence[str]) -> None:
-    """
-    Raises:
-        ValueError: a connection uses a password that would end, or an unknown user.
-    """
     if ROUTE in roles:
         return
     secrets = _with_route(load_secrets(place.data_dir / "secrets.json", USERS))
@@ -303,10 +295,6 @@ async def _list(place: PasswordsPlace) -> None:
 
 
 def _apply(place: PasswordsPlace, secrets: Mapping[str, str]) -> None:
-    """
-    Raises:
-        BrokerProblem: the broker rejects the new configuration.
-    """
     write_passwords(place.data_dir, secrets, place.subjects)
     reload(place.data_dir)
 

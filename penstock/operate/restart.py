@@ -90,10 +90,6 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
 
 
 async def _while_up_runs(data_dir: Path, work: Coroutine[None, None, None]) -> None:
-    """
-    Raises:
-        RestartFailed: `penstock up` has ended meanwhile, so nothing starts processes again.
-    """
     working = asyncio.create_task(work)
     try:
         while not working.done():
@@ -136,11 +132,7 @@ async def _restart_all(
 
 
 async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> DeploymentState:
-    """The state of the deployment, planned for another number of active cells.
-
-    Raises:
-        ValueError: the deployment cannot have this many, or `penstock up` does not answer.
-    """
+    """The state of the deployment, planned for another number of active cells."""
     up = holder(data_dir / "up.lock")
     try:
         asked = ask_for_cells(data_dir, number)
@@ -192,11 +184,7 @@ def _last_of_cells(state: DeploymentState) -> list[Running]:
 
 
 async def _until_empty(bus: Bus, cell: int, timeout_s: float) -> None:
-    """Wait until no request is queued in the closed cells; requests for images, for example, cannot leave them.
-
-    Raises:
-        RestartFailed: requests are still queued.
-    """
+    """Wait until no request is queued in the closed cells; requests for images, for example, cannot leave them."""
     deadline = time.monotonic() + timeout_s
     while True:
         waiting = sum(sum(counts.values()) for counts in await queued(bus))

@@ -66,11 +66,7 @@ def run_apply(settings: StreamsSettings) -> int:
 
 
 def _applied_at(settings: StreamsSettings) -> Iterator[tuple[str, Subjects, int]]:
-    """URL and subjects of each cell, and how many cells there are.
-
-    Raises:
-        ValueError: there is no deployment in the folder that a flag names.
-    """
+    """URL and subjects of each cell, and how many cells there are."""
     source = LogSource(
         Path(settings.data_dir),
         settings.nats_url,
@@ -241,11 +237,6 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
 
 
 async def _check_readers(logs: Sequence[Log]) -> None:
-    """
-    Raises:
-        ValueError: a worker or router cannot read packed prompts, as far as its registration says.
-        ServingError: the registrations cannot be read.
-    """
     earlier = []
     for log in logs:
         earlier += [each.name or each.worker for each in await registrations(log.bus) if not each.reads_packed]
@@ -259,11 +250,7 @@ async def _check_readers(logs: Sequence[Log]) -> None:
 
 
 async def _limits(log: Log, stream: str, max_age_s: float | None, max_bytes: int | None) -> tuple[StreamUse, Loss]:
-    """A cell's stream as it is, and what new limits delete of it.
-
-    Raises:
-        ValueError: there is no such stream.
-    """
+    """A cell's stream as it is, and what new limits delete of it."""
     name = log.bus.subjects.stream(stream)
     use = next((use for use in await _uses(log) if use.name == name), None)
     if use is None:

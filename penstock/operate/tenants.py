@@ -181,11 +181,6 @@ def _number_or_none(text: str) -> int:
 
 
 def _place(args: argparse.Namespace) -> TenantsPlace:
-    """
-    Raises:
-        BrokerProblem: no broker runs on the data folder, and no other is named.
-        ValueError: no such namespace.
-    """
     data_dir = Path(args.data_dir).resolve()
     namespace = args.namespace
     with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -211,11 +206,6 @@ def _place(args: argparse.Namespace) -> TenantsPlace:
 
 
 async def _do(place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
-    """
-    Raises:
-        BrokerProblem: the broker refuses it.
-        ValueError: there is no such tenant, or another operator changes it, too.
-    """
     async with as_operator(place.operator_url, f"tenants {args.verb}") as nc:
         try:
             await _asked(nc, place, name, args)
@@ -226,11 +216,7 @@ async def _do(place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
 
 
 async def _tell_cells(place: TenantsPlace) -> None:
-    """Accounts and submissions are at home; the routers of every cell need the tenants' weights.
-
-    Raises:
-        BrokerProblem: a cell's broker does not take them.
-    """
+    """Accounts and submissions are at home; the routers of every cell need the tenants' weights."""
     for cell in cells_of(place.source)[1:]:
         url, namespace = running(cell.source, cell.source.data_dir.resolve())
         try:
@@ -243,11 +229,6 @@ async def _tell_cells(place: TenantsPlace) -> None:
 
 
 async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Namespace) -> None:
-    """
-    Raises:
-        NatsError, TimeoutError: the broker refuses it.
-        ServingError, ValueError: as ``_do``.
-    """
     accounts: Accounts | None = None
     known = tenants.copies(place.data_dir)
     existing = tenants.load(place.data_dir)
@@ -298,11 +279,7 @@ async def _asked(nc: Client, place: TenantsPlace, name: str, args: argparse.Name
 
 
 async def _refuse_if_lost(nc: Client, place: TenantsPlace) -> None:
-    """With no accounts on the broker and in the folder: fail if gateways have noted a loss of keys.
-
-    Raises:
-        ValueError: keys were lost.
-    """
+    """With no accounts on the broker and in the folder: fail if gateways have noted a loss of keys."""
     js, stream = nc.jetstream(), place.subjects.stream("AUDIT")
     try:
         state = (await js.stream_info(stream)).state
@@ -340,11 +317,7 @@ def _warn_of_secrets(place: TenantsPlace) -> None:
 async def _restore(
     nc: Client, place: TenantsPlace, accounts: Accounts | None, known: Copies, args: argparse.Namespace
 ) -> None:
-    """Restore tenants that the data folder has and the broker lacks.
-
-    Raises:
-        BrokerProblem, ValueError: as ``_do``.
-    """
+    """Restore tenants that the data folder has and the broker lacks."""
     if unknown := [each for each in args.names if each not in known.tenants]:
         raise ValueError(
             f"{place.data_dir} has no tenant {unknown[0]!r}; it has {', '.join(sorted(known.tenants)) or 'none'}"
@@ -413,10 +386,6 @@ def _shown(value: object) -> str:
 async def _change(
     nc: Client, place: TenantsPlace, accounts: Accounts | None, existing: Tenants, name: str, args: argparse.Namespace
 ) -> None:
-    """
-    Raises:
-        BrokerProblem, ValueError: as ``_do``.
-    """
     if args.verb != "add" and name not in existing:
         raise ValueError(f"no tenant {name!r}; there are: {', '.join(sorted(existing)) or 'none'}")
     if args.verb == "remove":
@@ -459,10 +428,6 @@ def _write_login(place: TenantsPlace, name: str, tenant: Tenant) -> Path:
 
 
 def _changed(old: Tenant | None, args: argparse.Namespace) -> Tenant:
-    """
-    Raises:
-        ValueError: the tenant has not the passwords that the flags are about.
-    """
     tenant = old or Tenant(password=tenants.new_password())
     if args.verb in ("add", "set"):
         return msgspec.structs.replace(tenant, **_named_limits(args))

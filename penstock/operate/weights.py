@@ -72,13 +72,7 @@ def _parser() -> Parser:
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    """The gateway's answer.
-
-    Raises:
-        ValueError: it refuses, and why.
-        OSError: no deployment runs in the data folder.
-        httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException: it cannot be reached.
-    """
+    """The gateway's answer."""
     url = args.url or read_state(Path(args.data_dir) / "state.json").http_url
     base = url.rstrip("/").removesuffix("/v1")
     fields = {name: value for name in ("model", "path", "running", "worker") if (value := getattr(args, name, ""))}

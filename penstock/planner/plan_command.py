@@ -201,10 +201,6 @@ async def _fleet(buses: Sequence[Bus], model: str) -> tuple[str, tuple[Role, ...
 
 
 async def _check_sleepers(buses: Sequence[Bus], model: str) -> None:
-    """
-    Raises:
-        BadSettings: a worker of the model never sleeps.
-    """
     fleet = [each for bus in buses for each in await registrations(bus) if each.model == model and each.role in ROLES]
     for each in fleet:
         if not each.weights.base or each.role != "aggregated":

@@ -247,11 +247,6 @@ def _trace(settings: PlanSimulationSettings) -> RequestTrace:
 
 
 def _engines(settings: PlanSimulationSettings, counts: dict[Role, int]) -> Engines:
-    """
-    Raises:
-        BadSettings: more profiles than roles.
-        BadProfile: one cannot be used.
-    """
     if len(settings.profile) > len(counts):
         raise BadSettings(
             f"--profile: {len(settings.profile)} for {' and '.join(counts)}; give one, or one for each role"

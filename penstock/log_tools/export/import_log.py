@@ -152,11 +152,7 @@ async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[s
 
 
 async def _store_repeat(bus: Bus, subject: str, data: bytes, headers: dict[str, str]) -> None:
-    """Store a message whose id was stored before, as by a publisher that got no acknowledgement for minutes.
-
-    Raises:
-        ValueError: the broker does not store it.
-    """
+    """Store a message whose id was stored before, as by a publisher that got no acknowledgement for minutes."""
     until = time.monotonic() + STORED_S
     while True:
         try:

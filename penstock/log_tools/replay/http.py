@@ -151,10 +151,6 @@ class _ChatAnswers:
         self._ends, self._bad = chat.ENDS, protocol.BadAnswer
 
     def take(self, choice: _Choice) -> tuple[str, str | None]:
-        """
-        Raises:
-            ValueError: tool calls that cannot be read.
-        """
         text, reason = self._texts[choice.index], choice.finish_reason
         try:
             said = text.take(choice.delta or {})

@@ -112,11 +112,7 @@ class _Plan(NamedTuple):
 
 
 async def _replay_cells(args: argparse.Namespace) -> list[ReplayReport]:
-    """One cell after the other: a request runs again where it ran.
-
-    Raises:
-        NothingToReplay: of all cells.
-    """
+    """One cell after the other: a request runs again where it ran."""
     args.ids = await whole_ids(LogSource.of(args), args.ids)
     parts = parts_of(args, LogSource.of(args))
     reports: list[ReplayReport] = []

@@ -276,11 +276,7 @@ class _Accepted:
             await self._parts.aclose()
 
     async def of(self, records: Sequence[Entry | Raw]) -> list[bytes]:
-        """The message about each record's request; empty: it is gone.
-
-        Raises:
-            ServingError: the stream cannot be read.
-        """
+        """The message about each record's request; empty: it is gone."""
         if not records:
             return []
         names = list(map(_request_in, records))

@@ -286,11 +286,7 @@ async def _run(request_id: str, source: LogSource, options: InspectOptions, cons
 async def _timeline(
     request_id: str, source: LogSource, streams: Sequence[str], options: InspectOptions
 ) -> "tuple[RequestTimeline, Neighbours | None]":
-    """From the cell in the id, or from another one.
-
-    Raises:
-        ValueError: not a request id, or no cell's log has this request.
-    """
+    """From the cell in the id, or from another one."""
     unknown: ValueError | None = None
     (request_id,) = await whole_ids(source, [request_id])
     for cell in cells_for(source, request_id):

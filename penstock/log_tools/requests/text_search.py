@@ -124,11 +124,7 @@ class RecordSearch:
 
 
 def _prompt_in(message: bytes) -> bytes:
-    """The packed tokens of a message of REQUESTS.
-
-    Raises:
-        msgspec.MsgspecError: it is no such message.
-    """
+    """The packed tokens of a message of REQUESTS."""
     if not message:
         return b""
     return _decode_packed(message).prompt if requests.is_packed(message) else _planes(_decode_asked(message).prompt)

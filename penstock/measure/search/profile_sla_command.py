@@ -399,11 +399,7 @@ def _files(
 def _values(
     settings: SlaProfileSettings, choices: Choices, best: SizedDeployment, texts: dict[str, str]
 ) -> tuple[str, list[str]]:
-    """For the Helm chart, and the lines that use them.
-
-    Raises:
-        BadArguments: the profile's flags are none of `penstock up`.
-    """
+    """For the Helm chart, and the lines that use them."""
     engine: Engine = {"mock": "mock", "roofline": "trtllm"}.get(settings.source, "native")  # type: ignore[assignment]
     configuration = best.pools[0].configuration
     flags = choices.up[configuration].split()

@@ -415,11 +415,7 @@ def plan_of(settings: SweepSettings) -> Plan:
 
 
 def _with_concurrencies(settings: SweepSettings) -> SweepSettings:
-    """With the levels of the variable that Dynamo's sweep reads, unless a flag or our own variable names some.
-
-    Raises:
-        BadSettings: it has something else than numbers.
-    """
+    """With the levels of the variable that Dynamo's sweep reads, unless a flag or our own variable names some."""
     text = os.environ.get(_OF_DYNAMO, "")
     if not text.strip() or settings.concurrency or settings.rate or settings.trace or settings.search:
         return settings

@@ -258,10 +258,6 @@ class Dashboard:
             return RedirectResponse(f"/requests/{await send_again(there, bus, timeline.request, cell)}", 303)
 
     async def _found(self, request_id: str) -> tuple[Log, RequestTimeline]:
-        """
-        Raises:
-            ActionRefused: nothing runs, or the log does not have it.
-        """
         if self._stopped:
             raise ActionRefused("the deployment is stopped")
         for there in in_order(self._logs, request_id):
@@ -361,10 +357,6 @@ def _sequences(text: str, cells: int) -> list[int]:
 
 
 def _criteria(query: Mapping[str, str]) -> Criteria:
-    """
-    Raises:
-        ValueError: a time or duration that cannot be read.
-    """
     now_ns = time.time_ns()
     return Criteria(
         since_ns=moment_ns(query["since"], now_ns) if query["since"] else 0,
