@@ -5,10 +5,6 @@ Reranking and scoring are the same with pairs of texts, of which workers with a 
 Texts go to the worker as they are: this gateway may have another model's tokenizer. So only the worker knows whether a
 text is too long; lists of token ids are checked here.
 
-The body of POST /v1/embeddings: its fields and limits. Knows no model.
-
-Token items of an embeddings request become its JSON answer: vectors, a ranking, or scores. Pure.
-
 The "tokens" are a count and then float32 values (``penstock.schemas.requests.Embedding``).
 """
 

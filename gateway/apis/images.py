@@ -2,11 +2,7 @@
 
 Pure but for random numbers. Options that the client leaves open take the pipeline's defaults.
 
-Request bodies of image and video generation: their fields and limits. Knows no model.
-
 A body's options over a diffusion model's defaults and limits. Nothing is left open, so any worker makes the same.
-
-Token items of an image or video request become what a client reads: progress events, or one JSON answer. Pure.
 
 A "token" is a denoising step. As with text, everything shown is a function of the items, and the id of an event is the
 number of steps done, so any gateway can continue from ``Last-Event-ID``.

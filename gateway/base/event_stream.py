@@ -1,7 +1,5 @@
 """Server-sent events of the OpenAI API: data in JSON, ended by ``[DONE]``.
 
-Writes numbered server-sent events, and leaves out those that a client has seen. Pure.
-
 JSON of large lists, encoded in slices that are never joined.
 
 One call of the encoder, or one copy of a large string, holds the interpreter until it returns, also in a thread: 10 MB

@@ -1,7 +1,5 @@
 """The grammar of tool calls of each row of the table that ``penstock.infra.text.parsers`` reads by.
 
-Arguments that are written one by one instead of as one JSON object.
-
 Arguments in a special notation, ``{key:<|"|>text<|"|>,number:3}``, with a mark around texts (Gemma 4).
 """
 

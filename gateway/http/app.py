@@ -1,12 +1,6 @@
 """The HTTP API: OpenAI's endpoints, health, metrics and documentation, routed by Starlette.
 
 The page at ``/``: models, endpoints, and a box to try them. It loads nothing from elsewhere and stores nothing.
-
-``GET /health``: each component that a request needs, and why it is not ready.
-
-Errors of the Messages API over HTTP, in Anthropic's shape.
-
-Endpoints that answer from the body alone, without a request: tokens and their number.
 """
 
 import asyncio

@@ -1,7 +1,5 @@
 """HTTP endpoints of image and video generation.
 
-Sends the answer of one image or video request over HTTP: progress events, or one JSON body.
-
 Generated images and videos: read from the object store, and served at ``GET /v1/media/{name}``.
 """
 

@@ -1,7 +1,4 @@
-"""``GET /v1/requests``: its parameters and its body.
-
-The state of a request: from its record once it has ended, before that from the gateway that follows it.
-"""
+"""``GET /v1/requests``: its parameters and its body."""
 
 import datetime
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The certificate that the gateway shows, loaded again when its files change. Open connections keep theirs.
 
-Whether a certificate is valid now and for long enough.
-
 ``ssl`` shows no dates of a certificate that was not verified, so they are read from its DER encoding (RFC 5280, 4.1).
 """
 

@@ -1,7 +1,5 @@
 """Recognises the bytes of a medium: an image, or an embedding file of a known shape. Decodes nothing.
 
-Format and size of an image, from its header. Nothing is decoded.
-
 Image libraries also parse metadata before they report a size: a JPEG of empty markers takes Pillow 0.4 s per MB. This
 parser stops at the first pixel, after a bounded number of steps.
 

@@ -2,8 +2,6 @@
 
 A slot holds one medium at a time, and only until it is stored, so memory does not grow with the number of images.
 
-Fetches the bytes of a medium: from the URL itself, from a file in the allowed folder, or over HTTP.
-
 Clients choose the URL but the gateway's position in the network applies, so each step is checked where it is taken: a
 connection goes to the very address that was checked, whatever the name resolves to a moment later.
 """

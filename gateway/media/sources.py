@@ -1,8 +1,6 @@
 """The place of a medium, from a client's URL: inline, in a local folder, or on a host. Pure.
 
 Files and the network are left to ``penstock.gateway.media.loader``, which checks each step with this module.
-
-Limits on the media of requests, and the error for a medium that exceeds or violates one.
 """
 
 import binascii

@@ -2,15 +2,11 @@
 
 A few round trips, however much the log holds. Who may see a request is decided here and nowhere else.
 
-Finds accepted requests in the log by their ids.
-
 An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
 it. The time is by a gateway's clock, the place by the broker's: what is not found is looked for in the minutes around
 it.
 
 How requests ended: their records in the log, found by subject and not by scanning.
-
-A record takes one round trip, however much the log holds.
 """
 
 import asyncio

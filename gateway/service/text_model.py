@@ -1,7 +1,5 @@
 """One model that generates text, as a gateway knows it: its workers, and what bodies are prepared for.
 
-The workers of a gateway's model: which it uses, which stand by, and which it refuses with a logged error.
-
 A worker is used if it has the gateway's own tokenizer and runs the serving revision (``penstock.schemas.fleet``).
 Workers of another revision stand by until the serving one has no worker left. A worker with another tokenizer is never
 used: the same token ids mean different text to it.

@@ -2,8 +2,6 @@
 
 Codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 
-A received message, as the NATS client delivers it. nats-py has no types of its own.
-
 A write that the broker refuses if the revision has changed, repeated while it refuses for a moment only.
 """
 

@@ -5,8 +5,6 @@ share of ``max_bytes`` from there to the stream's end is how full the stream is 
 bytes of the whole stream only, so bytes from a sequence on are estimated between samples.
 
 How full a stream is from its oldest unfinished message on: sampled periodically, never per request.
-
-How much the broker holds of each stream, as metrics of a process.
 """
 
 import asyncio

@@ -2,8 +2,6 @@
 
 Every value that the result allows is a value of the schema. The result may allow less, but only in order or length:
 what an array ``contains`` comes first, and an array with ``maxContains`` has no more items than that.
-
-The types are for formats that write text without quotes, and must know whether a value is text.
 """
 
 import re

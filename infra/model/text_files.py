@@ -3,8 +3,6 @@
 Mistral's ``tekken.json`` and the ``tiktoken.model`` of Kimi list tokens by rank. They become a tokenizer of the library
 that reads tokenizer.json, with the same tokens: adjacent parts are merged lowest rank first, as tiktoken does it.
 
-Where a model directory keeps its chat templates, and the special tokens that these refer to.
-
 Of the places that makers use, the first with a template counts: an override, chat_template.jinja,
 tokenizer_config.json, chat_template.json, processor_config.json. ``additional_chat_templates/NAME.jinja`` add to it.
 """

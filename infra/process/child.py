@@ -1,7 +1,4 @@
-"""One child process of ours: its command, its environment and where its output goes.
-
-Children that must not outlive their supervisor, even when it is killed with SIGKILL (Linux).
-"""
+"""One child process of ours: its command, its environment and where its output goes."""
 
 import asyncio
 import contextlib

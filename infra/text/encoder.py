@@ -9,8 +9,6 @@ Keeps the text of control tokens in clients' messages plain text, so that client
 A tokenizer turns the text of an added token into that token wherever it stands. Where a client's text contains one, a
 mark is inserted into it before the template is rendered, and the mark's own tokens are left out of the prompt. So the
 text is encoded as plain text, wherever the template puts it. Everything else is encoded as usual.
-
-One regular expression for many texts, such as a tokenizer's added tokens.
 """
 
 import json

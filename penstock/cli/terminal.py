@@ -1,8 +1,6 @@
 """What commands print: tables, and errors without their numbers.
 
 Tables that fit a terminal: where there is no room for all columns, those that matter least are left out.
-
-Bars of a waterfall in text. Pure.
 """
 
 import sys

@@ -1,7 +1,4 @@
-"""Follows one answer to its end: submits the request, and reads on from where it stopped if messages were lost.
-
-Puts the messages of one answer in order: each once, without gaps. Pure.
-"""
+"""Follows one answer to its end: submits the request, and reads on from where it stopped if messages were lost."""
 
 import asyncio
 import time

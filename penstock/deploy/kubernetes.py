@@ -1,7 +1,4 @@
-"""``penstock kubernetes render``, the shell around ``render``, and ``penstock kubernetes chart``.
-
-Values of the chart for a recipe, or for an engine and a model: a pure function, and its text.
-"""
+"""``penstock kubernetes render``, the shell around ``render``, and ``penstock kubernetes chart``."""
 
 import argparse
 import shlex

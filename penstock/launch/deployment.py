@@ -3,8 +3,6 @@
 Returns what a worker ran when its process ended to the routers, before the worker is started again.
 
 The restarted worker would do so from the same journal, but later, and without the exit status.
-
-Stopping a deployment in order, and what the terminal shows meanwhile.
 """
 
 import asyncio

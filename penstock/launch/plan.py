@@ -1,7 +1,4 @@
-"""Plans the processes of ``penstock up``: a pure function from its settings to the settings of each child.
-
-Workers that join a deployment which runs: their settings and GPUs. Pure.
-"""
+"""Plans the processes of ``penstock up``: a pure function from its settings to the settings of each child."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

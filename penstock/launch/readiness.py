@@ -1,8 +1,6 @@
 """Checks that a starting deployment can serve: its workers are registered, and each gateway answers that it is ready.
 
 Which workers are registered right now, asked once: for the start of a deployment, not for serving.
-
-The few HTTP GETs that the supervisor needs, without an HTTP library.
 """
 
 import asyncio

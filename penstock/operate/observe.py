@@ -3,8 +3,6 @@
 Rates come from the sequences of streams. Times, hit rates and failures come from the requests that end between two
 looks, at most ``SAMPLED_PER_LOOK`` at a time. Nothing that is read has a prompt or an answer.
 
-The requests that end while it is open: times and counts, from the headers of their records.
-
 The bodies hold prompts and answers. Who may see how a deployment does need not be trusted with those.
 """
 

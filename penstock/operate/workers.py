@@ -1,7 +1,4 @@
-"""The registered workers, read once.
-
-The running routers, read once.
-"""
+"""The registered workers, read once."""
 
 import time
 from collections.abc import Iterable, Sequence

@@ -2,8 +2,6 @@
 
 Requests are counted by the sequence of their stream, which all models share: where there are several, a model's part is
 its part of the requests that ended.
-
-Percentiles of what was seen in an interval.
 """
 
 import time

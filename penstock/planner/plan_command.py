@@ -1,7 +1,4 @@
-"""``penstock plan``: watches load and latencies, and starts and drains workers.
-
-Decisions of planners as lines of text, and the list of those in the log.
-"""
+"""``penstock plan``: watches load and latencies, and starts and drains workers."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""``penstock plan simulate``: the planner on a trace in simulated time, beside fleets of a fixed size.
-
-The plot of a simulated plan: the load, the workers, and the latencies. matplotlib comes with ``penstock[bench]``.
-"""
+"""``penstock plan simulate``: the planner on a trace in simulated time, beside fleets of a fixed size."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Image embeddings of a request: encoded here, or fetched from the encode worker.
 
 Whatever is missing is encoded here; a request never fails because a transfer did.
-
-Loads a request's media from the object store, checks them, and decodes them in a small thread pool.
 """
 
 import asyncio

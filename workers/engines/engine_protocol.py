@@ -1,8 +1,6 @@
 """The engine protocol: the interface between a worker and anything that generates tokens.
 
 Everything here is synchronous and used from one thread, the engine thread. No NATS, no torch.
-
-Checks of a request that hold for every engine. Pure.
 """
 
 from collections.abc import Callable, Mapping

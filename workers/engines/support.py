@@ -6,8 +6,6 @@ Which sampling options an external engine applies, and what becomes of requests 
 
 No option is dropped in silence. A request for one that shapes its text is refused; a seed, which every request has, is
 announced as ignored, and the gateway names it in its answers.
-
-Packages that only some workers need, and the command that installs a missing one.
 """
 
 from collections.abc import Mapping

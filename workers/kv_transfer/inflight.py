@@ -5,10 +5,6 @@ cancelled, and never ends if its peer is stopped. So a transfer whose deadline h
 quarantine and is polled on. Its blocks are free when it has ended. If that takes too long, the agent is closed with
 its connections, and a new one under a new name takes over.
 
-Small registered buffers, reused, that the generations of a peer's blocks are read into.
-
-The peers that are loaded into the agent, and when one may be removed again.
-
 A peer is loaded once, until it ends: loading and removing per request would leak a file descriptor each time. After an
 error it is removed before it is loaded again, but only when all its transfers have ended: afterwards the library could
 not report their end. Metadata are compared with their digest first, because one damaged blob makes a name unusable

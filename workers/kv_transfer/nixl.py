@@ -1,7 +1,5 @@
 """A NIXL agent: implements ``Agent`` and tests at start that it can move bytes here.
 
-Finds the installed NIXL and loads it without its side effects.
-
 NIXL reads its environment once, at import, and changes Python's logging; UCX installs a handler for SIGHUP.
 
 Makes a GPU's context current in a thread: without one, what UCX does there for GPU memory fails or crashes.

@@ -4,8 +4,6 @@ The agent is used in this thread only. A direct copy between processes happens i
 this thread and never the caller's.
 
 How an agent's thread sleeps: until there is a command, the agent has something to do, or a time has passed.
-
-Opens the transport of a worker. Needs numpy and NIXL, which only ``penstock[native]`` installs.
 """
 
 import contextlib

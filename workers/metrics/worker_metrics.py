@@ -4,10 +4,6 @@ Memory and use of the GPUs that a worker's engine sees, read through NVIDIA's ma
 
 The library (package ``nvidia-ml-py``) needs no CUDA context, so that it also serves engines in processes of their own.
 Without it, or without a GPU, there are no such series.
-
-Metrics of a worker's KV blocks, in a registry of their own.
-
-Counters that follow a total kept elsewhere.
 """
 
 import contextlib

@@ -2,8 +2,6 @@
 
 A request's vectors are published once all are there, so that they come from one attempt.
 
-The backend of a worker that makes embeddings: an engine in the pipeline thread.
-
 Inputs of all requests that wait to be embedded, and which of them form the next batch. Pure.
 
 A batch has the oldest input of the request whose turn it is. Short requests come before those with much left, which are

@@ -3,8 +3,6 @@
 A request streams its denoising steps: each is a "token" whose value is the milliseconds it took. So progress is
 ordered, counted once and resumed like any answer; a later attempt begins at step 0 and streams again once it has passed
 what was streamed before. The files go into the object store and their names into the last item.
-
-The backend of a worker that makes images or videos: a diffusion engine in the pipeline thread.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """Ends requests: a terminal event or a return is stored, then the job is acknowledged.
 
 A request is over only when that is stored. Until then a redelivered job is neither run nor acknowledged.
-
-Publishes a session's output: tokens and KV events without waiting; terminal events and returns until stored.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""From a body's options to the constraint on its output: response_format, structured_outputs, guided_*. Pure.
-
-The constraint on a whole chat answer: reasoning and its budget, tool calls, and what the content must match.
-"""
+"""From a body's options to the constraint on its output: response_format, structured_outputs, guided_*. Pure."""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Log-probabilities of tokens in the shapes of the OpenAI API.
-
-The prompt in an answer: its text (``echo``) and the log-probabilities of its tokens (``prompt_logprobs``).
-"""
+"""Log-probabilities of tokens in the shapes of the OpenAI API."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property

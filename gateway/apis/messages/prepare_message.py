@@ -1,9 +1,4 @@
-"""From the body of a message to a request. Pure but for random numbers.
-
-A message's body as the chat that answers it. Pure.
-
-Content blocks of the Messages API as chat messages, and where each message came from. Pure.
-"""
+"""From the body of a message to a request. Pure but for random numbers."""
 
 import re
 from collections.abc import Iterable, Sequence, Set

@@ -1,7 +1,4 @@
-"""A response's body as the chat that answers it. Pure.
-
-Input items of the Responses API as chat messages, and where each message came from. Pure.
-"""
+"""A response's body as the chat that answers it. Pure."""
 
 import base64
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
 """Answers of the Responses API: one JSON body, or server-sent events whose numbers are the same on every gateway. Pure.
 
 The events are a function of the request and its tokens, so that any gateway continues a stream behind any event.
-
-A response object from its request and the segments of its answer. Pure.
 """
 
 from collections.abc import Iterable

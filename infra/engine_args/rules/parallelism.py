@@ -1,7 +1,4 @@
-"""Do the parallel sizes fit the GPUs, the nodes and the model's heads and experts?
-
-Does the backend suit the mixture of experts, and are the experts evenly distributed?
-"""
+"""Do the parallel sizes fit the GPUs, the nodes and the model's heads and experts?"""
 
 import math
 

@@ -1,9 +1,5 @@
 """Does something delay steps or tokens: eviction, the scheduler, kernel launches, output?
 
-Can a step take the expected requests, and as many as suit its role?
-
-Does speculation have what it needs, and is it worth its cost?
-
 The best draft length for speculative decoding, given the share of draft tokens that is accepted.
 
 Source: Leviathan et al., "Fast inference from transformers via speculative decoding", arXiv:2211.17192: if each token

@@ -1,7 +1,4 @@
-"""Parses the text of one choice as it is generated.
-
-Reasoning at the beginning of an answer, between two marks.
-"""
+"""Parses the text of one choice as it is generated."""
 
 from collections.abc import Callable
 from typing import NamedTuple

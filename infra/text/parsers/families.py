@@ -3,8 +3,6 @@
 A row is a description. It has no code of its own: a few readers (``json_calls``, ``markup_calls``, ``pythonic_calls``,
 ``notation_calls``, ``harmony``) read what it describes, and ``penstock.gateway.grammars.calls`` writes constraints from
 it.
-
-Which reasoning and tool-call parsers a model needs, detected from its chat template.
 """
 
 import difflib

@@ -3,8 +3,6 @@
 Results depend on the text alone, never on how it is cut into pieces: each method waits until more text could not
 change its result.
 
-Which marks of a format are tokens of a model's vocabulary.
-
 In the text that parsers read, the token of a mark is one character that no text has, a lone surrogate. So a mark that a
 model spells in ordinary tokens, for instance because it quotes a document, is text and begins nothing.
 """

@@ -1,7 +1,4 @@
-"""The command line that runs a recipe.
-
-``penstock recipe list|show|check|matrix``.
-"""
+"""The command line that runs a recipe."""
 
 import argparse
 import shlex

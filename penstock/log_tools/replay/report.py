@@ -1,9 +1,4 @@
-"""The report of a replay, as data. Pure.
-
-A replay's report on the terminal.
-
-Shows differences as text, if the model's tokenizer is available.
-"""
+"""The report of a replay, as data. Pure."""
 
 import contextlib
 from collections import Counter

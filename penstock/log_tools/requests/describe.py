@@ -1,7 +1,4 @@
-"""Any message of the log as one line or as plain data: what ``penstock tail`` prints. Pure.
-
-The text of recorded tokens, with the model's own tokenizer.
-"""
+"""Any message of the log as one line or as plain data: what ``penstock tail`` prints. Pure."""
 
 import base64
 from collections.abc import Callable, Mapping

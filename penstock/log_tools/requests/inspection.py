@@ -1,10 +1,6 @@
 """Everything in the log about one request, as data: what ``penstock inspect`` prints, draws and writes. Pure.
 
 The structs are the JSON of ``penstock inspect --json``: fields are added, but neither renamed nor removed.
-
-A request's token batches as a few lines that stay readable: the first tokens, then counts and rates. Pure.
-
-How a request spent its time: the bars of its waterfall. Pure.
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ the same bytes (of a newer build, or none of ours) is in ``data``, as base64. Th
 
 A request that the file has as a message of REQUESTS is not repeated in jobs and records: ``request`` is then the
 sequence of that message (``penstock.log_tools.sources.export_file``).
-
-Decides which messages of the log belong to the selected requests. Pure.
 """
 
 import re

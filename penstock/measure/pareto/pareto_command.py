@@ -1,7 +1,4 @@
-"""``penstock bench pareto``: throughput per GPU and cost against tokens/s per user, from the results of sweeps.
-
-Fronts, gains and costs as tables and sentences.
-"""
+"""``penstock bench pareto``: throughput per GPU and cost against tokens/s per user, from the results of sweeps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

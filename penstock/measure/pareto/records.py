@@ -1,9 +1,4 @@
-"""One record for each level of each deployment: speed per user, throughput per GPU, and cost. Pure.
-
-The deployment behind an endpoint: from ``deployment.json`` beside its results and from the command line.
-
-Pareto fronts of points, and how far one front lies above another. Pure.
-"""
+"""One record for each level of each deployment: speed per user, throughput per GPU, and cost. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise

@@ -2,8 +2,6 @@
 
 Such a trace comes from ``export_chrome_trace``, or from a server's own profiling request. Kernels of a GPU count where
 it has any, else operators of the CPU, each without the time of those that it calls.
-
-``penstock profile kernels``: the shares of attention and dense layers in a trace of torch's profiler.
 """
 
 import argparse

@@ -6,14 +6,10 @@ operations a layer; of a decode step the bytes of the KV read. Tensor ranks add 
 of the activations), expert ranks two all-to-all a layer. Pipeline stages split the rows into as many groups: a group's
 time is that of all stages, so stages save memory and not time.
 
-Peak rates of GPUs, from NVIDIA's data sheets, and what share of them engines were measured to reach.
-
 Rates are dense (without sparsity), links are per direction. Data sheets: A100 80 GB SXM, H100 SXM, H200 SXM, HGX B200,
 GB200 NVL72 (a 72nd of it), L40S, all by NVIDIA. The L40S has no NVLink: its link is PCIe 4.0 x16.
 
 The parallel mappings of a model that are worth trying: which divide its heads and experts, up to some GPUs.
-
-The profile of an engine that was only estimated, with the same arrays as one that was measured.
 """
 
 from collections.abc import Iterator

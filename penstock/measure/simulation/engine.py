@@ -10,8 +10,6 @@ them at once, up to the next one that fills or takes a block or ends a sequence.
 A decoding sequence is kept by the pass ("tick") in which it had no output yet: at tick t it has t - origin tokens of
 output. So a pass costs nothing for sequences that neither need a block nor end.
 
-How long one pass of a simulated engine takes, in whole nanoseconds.
-
 The two polynomials are the timing model of the mock engine of NVIDIA Dynamo 1.6.1 (vLLM-like, "polynomial").
 """
 

@@ -3,8 +3,6 @@
 At one instant, in this order: passes that end; the KV events of those passes reach the policy, then their first tokens
 and ends; requests arrive and are routed one by one; the policy may place requests that it holds; idle workers form
 their next pass.
-
-A simulated encode worker: one medium at a time, first come, first served, behind an LRU cache of embeddings.
 """
 
 import heapq

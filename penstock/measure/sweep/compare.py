@@ -1,7 +1,4 @@
-"""``penstock bench compare``: two sweeps of the same load, level by level, with confidence intervals.
-
-Compares two sweeps level by level, and decides whether differences are more than noise. Pure.
-"""
+"""``penstock bench compare``: two sweeps of the same load, level by level, with confidence intervals."""
 
 import sys
 from collections.abc import Sequence

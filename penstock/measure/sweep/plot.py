@@ -1,7 +1,4 @@
-"""``penstock bench plot``: plots and a summary of the results of ``penstock bench sweep``.
-
-Plots of results: one line per endpoint, one point per level. matplotlib comes with ``penstock[bench]``.
-"""
+"""``penstock bench plot``: plots and a summary of the results of ``penstock bench sweep``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,10 +1,6 @@
 """The files of a sweep: ``<out>/<name>/c<N>/result.json``, and beside it one ``records-<run>.jsonl`` for each run.
 
 A result is written whole, or not at all, after each run: finished runs survive Ctrl-C and are not repeated.
-
-Finds where a server saturates: the level at which its throughput stops growing, or its tail latency grows sharply.
-
-Two pure functions: which level to measure next, and what the measured levels show.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""``penstock bench sweep``: load endpoints at several levels, and keep the figures of each as files.
-
-The order of a sweep: smoke requests, warm-up, then levels and their repetitions, endpoint by endpoint.
-"""
+"""``penstock bench sweep``: load endpoints at several levels, and keep the figures of each as files."""
 
 import asyncio
 import json

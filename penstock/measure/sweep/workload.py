@@ -1,7 +1,5 @@
 """The workload of a sweep: lengths in tokens, shared prefixes, images, and levels of load.
 
-Text that is exactly this many tokens long for one tokenizer.
-
 Words that follow a space are split off before merging by nearly all tokenizers, so the tokens of " one two" are those
 of " one" and those of " two". Whether that holds is tried once; where it does not, each text is counted and corrected.
 """

@@ -1,7 +1,4 @@
-"""HTML of the dashboard's pages. Everything that comes from requests is escaped by the templates.
-
-Small line charts as SVG, drawn on the server. Pure.
-"""
+"""HTML of the dashboard's pages. Everything that comes from requests is escaped by the templates."""
 
 import math
 import time

@@ -1,7 +1,4 @@
-"""Checks of the broker: reachable, authorised, new enough, with its streams, room and the same clock.
-
-Checks of its files: whether stored messages are as it wrote them.
-"""
+"""Checks of the broker: reachable, authorised, new enough, with its streams, room and the same clock."""
 
 import asyncio
 import math

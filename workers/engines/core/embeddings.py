@@ -3,10 +3,6 @@
 A medium owns whole slots. They are kept while it is held; afterwards it can still be found until its slots are needed,
 least recently used first. The same medium may be filled twice at once, into different slots: the first to finish gets
 the name, the other's slots are freed on release.
-
-Image embeddings in a pool that prompts refer to: an encoder, and the cache of its results.
-
-The engine of an encode worker: it embeds images and generates nothing.
 """
 
 import math

@@ -5,8 +5,6 @@ Speculative decoding: proposed tokens are verified several at a time. Pure.
 The target computes the last token and ``n`` proposed ones in one step and draws a token behind each, exactly as it
 would have drawn them one by one: a draw depends on (seed, choice, position) and the logits only. Proposals are accepted
 as long as they equal the drawn tokens, so the output is that of the target alone, greedy and seeded.
-
-The state of a scheduler in numbers, as engines report it. Pure.
 """
 
 import time

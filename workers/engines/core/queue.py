@@ -16,8 +16,6 @@ nothing starts before it, so that those who run end and a slot becomes free.
 
 So if nothing runs, the head waits for nothing but reservations that are still to be filled (bounded by the transfer's
 time, and by that of an announcement before it) and blocks pinned for other workers (bounded by their leases).
-
-KV blocks at a handoff: reserved for prompts that arrive, pinned for prompts that other workers fetch. Pure.
 """
 
 from collections import Counter, OrderedDict

@@ -11,8 +11,6 @@ preempted.
 preempts, ``inflight`` says what must wait for steps in flight, ``scoring`` plans prompt log-probabilities, ``drafts``
 accepts proposed tokens, ``reservations`` keeps the blocks of handoffs, and ``report`` collects what a step reports
 besides tokens.
-
-From a request to a sequence: validated, with the names of its blocks and the conditions that end it. Pure.
 """
 
 from array import array

@@ -1,7 +1,4 @@
-"""Pipelines of the ``diffusers`` library as diffusion engines: limits come from their signature and components.
-
-Which diffusers pipelines are supported, and the parameters that they take.
-"""
+"""Pipelines of the ``diffusers`` library as diffusion engines: limits come from their signature and components."""
 
 import gc
 import inspect

@@ -1,8 +1,6 @@
 """The protocol of diffusion engines: from a text to images or videos. No NATS, no diffusers, no torch.
 
 Everything is synchronous and called from one thread, one request at a time: engines of this kind are not thread-safe.
-
-The pipeline of a model directory, from its ``model_index.json`` alone.
 """
 
 import json

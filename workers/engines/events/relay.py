@@ -5,8 +5,6 @@ settings (a cache beside the engine, say). Their events are consolidated into on
 engine's own events. The stream advances only in ``step``, so the batches that the worker publishes have no gaps and add
 up to a dump. To its worker, the relay is an engine like any other.
 
-Publishes a worker's KV events over ZMQ in the public multipart format, with replay.
-
 Sockets are used by the publisher's own thread only.
 """
 

@@ -5,8 +5,6 @@ report a lost machine: the other ranks wait in a collective operation for minute
 request. So the first machine's process (the leader, which is the worker) and each of the others (a follower, which only
 computes) keep a TCP connection with a message every few seconds. Followers get the engine's arguments through it, so
 that they cannot differ. The connection is not encrypted, as the engines' own are not.
-
-Ports, addresses and environment variables for the processes of an engine.
 """
 
 import asyncio

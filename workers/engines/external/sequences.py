@@ -1,7 +1,4 @@
-"""One sequence in an external engine, and the updates that its follower reports.
-
-Log-probabilities of a prompt come from the lists of TensorRT-LLM and vLLM.
-"""
+"""One sequence in an external engine, and the updates that its follower reports."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping

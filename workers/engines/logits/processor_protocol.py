@@ -1,7 +1,4 @@
-"""The protocol of logits processors.
-
-Counts the failures of logits processors, and logs each kind once.
-"""
+"""The protocol of logits processors."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable

@@ -1,8 +1,6 @@
 """The logits processors of a worker by name, and their instances for a request. Imports the classes in the flags.
 
 Does not import torch: an engine without processors has an empty registry.
-
-The registry of logits processors from a worker's flags.
 """
 
 import importlib

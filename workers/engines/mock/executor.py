@@ -2,8 +2,6 @@
 
 So every worker continues a sequence with the same tokens, wherever it was interrupted, and tests can check that.
 
-How the mock draws under a constraint: any allowed token for a while, then those that bring the answer to its end.
-
 How long a step would take on a GPU: the polynomial model of NVIDIA Dynamo's engine simulator (``mocker``).
 
 Fitted there to a vLLM-like engine; the coefficients agree with the results of ai-dynamo 1.6.1, request by request.

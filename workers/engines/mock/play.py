@@ -2,8 +2,6 @@
 
 A request is recognised by its prompt's tokens, then by the recorded request's id in its ``X-Request-Id`` header. Of
 several recorded answers to a prompt the one with the same seed is played, else they take turns.
-
-Reads what the mock plays from an export: records for the answers, token batches for their times.
 """
 
 import gzip

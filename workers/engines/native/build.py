@@ -1,9 +1,4 @@
-"""Builds a native engine: loads the model, sizes the KV pool, picks the executor, warms it up.
-
-The pool of offloaded KV blocks in host memory.
-
-The engine of an encode worker: vision tower, projector and embeddings, without the language model.
-"""
+"""Builds a native engine: loads the model, sizes the KV pool, picks the executor, warms it up."""
 
 import contextlib
 import dataclasses

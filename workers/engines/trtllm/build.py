@@ -6,8 +6,6 @@ Under MPI or Slurm, every rank runs the same command. TensorRT-LLM's launcher ru
 makes the others its compute processes. Without it, each rank would register a worker of its own and wait for the
 others.
 
-What an engine does with sampling options, found by a few short requests at its start.
-
 Releases differ, and so do their samplers: TorchSampler of 1.2 reads temperature, top_k and top_p, and drops the others
 in silence. No signature says so. Each question therefore biases two tokens far above all others, or flattens the
 distribution, so that the answer shows whether the option counts, whatever the model.

@@ -1,9 +1,5 @@
 """TensorRT-LLM's own metrics beside ours: its collector's series, and gauges from its iteration statistics.
 
-Values from the engine's iteration statistics, of which every key may be missing or null. Pure.
-
-TensorRT-LLM's measurements of one request (``CompletionOutput.request_perf_metrics``) as plain numbers. Pure.
-
 Its times count from an epoch of its own, so only differences are meaningful; 0 means that something did not happen.
 """
 

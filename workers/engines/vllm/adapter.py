@@ -1,8 +1,6 @@
 """The vLLM-specific part of an external engine; see ``penstock.workers.engines.external.engine``.
 
 Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
-
-Statistics of vLLM's scheduler for ``EngineStats``, in addition to vLLM's own metrics.
 """
 
 import itertools

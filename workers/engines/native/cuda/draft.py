@@ -1,7 +1,4 @@
-"""Speculation with a draft model on CUDA: its steps follow each other on the device, without waiting for tokens.
-
-Steps of a draft model, each with the token of the one before, as one CUDA graph for each number of rows.
-"""
+"""Speculation with a draft model on CUDA: its steps follow each other on the device, without waiting for tokens."""
 
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Which chunks of prompts are attended to outside of the pages, how they are padded, and which together. No torch.
 
 Assigns sequences rows of the block tables on the device, and tracks which blocks the device has. No torch.
-
-What other ranks get of a step: its rows, and the changes of the tables.
 """
 
 from array import array

@@ -4,8 +4,6 @@ Norms and gated MLPs become one kernel each. Linear layers that share an input b
 multiplied by a kernel of its own. A layer's residuals are added within its last products. Routers and experts of a
 mixture get kernels of their own. Rotation is deferred to the attention, which writes the keys anyway. Modules that no
 rule fits, or whose results a rule would change, are kept.
-
-Prepares a loaded model for the kernels: rewrites it by rule, and compares it with the original.
 """
 
 import contextlib

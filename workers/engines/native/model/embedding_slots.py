@@ -1,7 +1,4 @@
-"""A pool of embeddings in one tensor, cut into slots, and the decoding of media that may fill it.
-
-Decodes one medium into the input of a vision tower. The bytes are untrusted: every size is bounded.
-"""
+"""A pool of embeddings in one tensor, cut into slots, and the decoding of media that may fill it."""
 
 import contextlib
 import io

@@ -5,8 +5,6 @@ generator, so a sequence gets the same tokens alone, in any batch, after preempt
 
 Order: logits processors and constraints, whose result counts as the model's own logits; then, as in vLLM, bias and
 forbidden tokens, penalties, temperature, min_p, top_k, top_p.
-
-Restricts logits to the tokens that constraints allow.
 """
 
 from collections.abc import Sequence as Seq
