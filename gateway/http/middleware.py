@@ -17,6 +17,7 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import structlog
+from starlette.middleware.cors import CORSMiddleware
 
 from penstock.gateway.access.authentication import ANYONE, CALLER, Caller
 from penstock.gateway.http.asgi import REQUEST_ID, App, Receive, Scope, Send
@@ -66,10 +67,10 @@ def with_access_log(app: App) -> App:
 ANY = "*"
 MAX_AGE_S = 600
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
-_METHODS = b"GET, POST, DELETE"
-_EXPOSED = b"x-request-id, request-id, retry-after, x-penstock-ignored-options, " + b", ".join(
-    b"x-ratelimit-%s-%s" % (what, of) for what in (b"limit", b"remaining", b"reset") for of in (b"requests", b"tokens")
-)
+_EXPOSED = [
+    *("x-request-id", "request-id", "retry-after", "x-penstock-ignored-options"),
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+]
 
 
 def check_origins(origins: Sequence[str]) -> None:
@@ -84,44 +85,14 @@ def check_origins(origins: Sequence[str]) -> None:
 
 def with_cors(app: App, origins: Sequence[str]) -> App:
     """``app`` for pages of these origins."""
-    allowed = frozenset(origin.encode() for origin in origins)
-
-    async def cors(scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        origin = headers.get(b"origin")
-        if origin is None:
-            await app(scope, receive, send)
-            return
-        permitted = ANY.encode() in allowed or origin in allowed
-        shown = ANY.encode() if ANY.encode() in allowed else origin
-        own = [(b"vary", b"origin"), *([(b"access-control-allow-origin", shown)] if permitted else [])]
-        if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
-            await _preflight(send, own, headers, permitted)
-            return
-
-        async def answered(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                exposed = [(b"access-control-expose-headers", _EXPOSED)] if permitted else []
-                message = {**message, "headers": [*message["headers"], *own, *exposed]}
-            await send(message)
-
-        await app(scope, receive, answered)
-
-    return cors
-
-
-async def _preflight(send: Send, own: list[tuple[bytes, bytes]], headers: dict[bytes, bytes], permitted: bool) -> None:
-    """Answer whether a request may be sent. It needs no key: browsers send none with it."""
-    if permitted:
-        wanted = headers.get(b"access-control-request-headers", b"authorization, content-type, x-api-key")
-        own = [
-            *own,
-            (b"access-control-allow-methods", _METHODS),
-            (b"access-control-allow-headers", wanted[:1024]),
-            (b"access-control-max-age", b"%d" % MAX_AGE_S),
-        ]
-    await send({"type": "http.response.start", "status": 204 if permitted else 403, "headers": own})
-    await send({"type": "http.response.body", "body": b""})
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=[ANY],
+        expose_headers=_EXPOSED,
+        max_age=MAX_AGE_S,
+    )
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
