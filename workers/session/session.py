@@ -357,11 +357,15 @@ class WorkerSession:
 
     async def _revoke(self, revoke: jobs.Revoke) -> None:
         """A router placed the request elsewhere: drop this attempt without an event."""
-        self.requests.mark_ended(revoke.request, revoke.attempt)
-        running = self.requests.running.get(revoke.request)
-        if running is not None and running.attempt <= revoke.attempt:
+        name, attempt = revoke.request, revoke.attempt
+        self.requests.mark_ended(name, max(attempt, self.requests.ended.get(name, -1)))
+        running, ending = self.requests.running.get(name), self.requests.ending.get(name)
+        if running is not None and running.attempt <= attempt:
             self.requests.remove(running)
             await self._bus.nc.publish(running.delivery.reply, ACK)
+        if ending is not None and ending.attempt <= attempt:
+            self.terminal.revoked(ending)
+            await self._bus.nc.publish(ending.delivery.reply, ACK)
 
     # --- admit ---
 

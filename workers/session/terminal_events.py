@@ -144,6 +144,7 @@ class TerminalEvents:
         self._on_settled = on_settled
         self._turns = TurnBudget()  # a thousand requests may end in one step
         self._pending: set[asyncio.Future[Any]] = set()
+        self._storing: dict[RunningRequest, asyncio.Future[Any]] = {}
 
     @property
     def pending(self) -> bool:
@@ -216,7 +217,7 @@ class TerminalEvents:
 
     def _store(self, running: RunningRequest, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._requests.begin_ending(running)
-        self.spawn(self._stored(running, store))
+        self._storing[running] = self.spawn(self._stored(running, store))
 
     async def _stored(self, running: RunningRequest, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -227,12 +228,20 @@ class TerminalEvents:
                 await self._bus.nc.publish(running.delivery.reply, ACK)
         finally:
             self._requests.stop_ending(running)
+            self._storing.pop(running, None)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def revoked(self, running: RunningRequest) -> None:
+        """A router ended this attempt: store no end of it, if none is stored yet."""
+        if (storing := self._storing.pop(running, None)) is not None:
+            storing.cancel()
+            self._requests.stop_ending(running)  # the task may not have begun
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Future[Any]":
         """Run something that ends a request; ``settle`` waits for it."""
         task = self._tasks.spawn(work, name="terminal-event", on_failure=_on_failure)
         self._pending.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: "asyncio.Future[Any]") -> None:
         self._pending.discard(task)

@@ -606,6 +606,34 @@ async def test_a_revoked_attempt_is_dropped_without_a_word(log: LogClient, worke
     assert log.progress(asked)[0].finish is None
 
 
+@pytest.mark.parametrize("end", ["terminal event", "return"])
+async def test_the_end_of_a_revoked_attempt_that_is_not_stored_yet_is_never_stored(
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Its broker was away meanwhile; another worker runs the request now."""
+    asked, held = request(max_tokens=500), request()
+    worker.engine.hold()
+    await log.send_job(worker.id, asked)
+    await eventually(lambda: asked.id in worker.session.requests.running)
+    running, terminal = worker.session.requests.running[asked.id], worker.session.terminal
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.session._outbox, "open", lambda: False)
+        if end == "return":
+            terminal.requeue(running, "draining")
+        else:
+            await terminal.end(running, Code.internal, "too late")
+        assert asked.id in worker.session.requests.ending
+        await log.revoke(worker.id, asked, 1)
+        await eventually(lambda: not worker.session.requests.ending and not terminal.pending)
+    await worker.session._outbox.resend()
+    worker.engine.resume()
+    await log.send_job(worker.id, held)
+    await log.end(held)
+    await log.settled(worker.id)
+    assert not log.ends(asked)
+    assert not log.returned
+
+
 async def test_a_long_job_is_not_delivered_again_while_it_runs(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
