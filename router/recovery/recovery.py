@@ -52,6 +52,9 @@ STALLED = "stalled"  # prefix of the reason of a request whose worker's engine m
 
 class Recovery:
     """
+    Attributes:
+        resuming: requests whose earlier output is being read, before they are placed.
+
     Args:
         router: id of this router.
         owns: whether this router owns the model of a worker. Other routers' models are left to them for two scans;
@@ -60,6 +63,7 @@ class Recovery:
             output with ``no_store`` is being stored again, so it must not be fenced yet.
         is_held: whether a request, by its id, waits here for its next worker.
         place: gives a later attempt to a worker, or holds it.
+        top_up: reads more requests from the log.
         fall_back: runs a later attempt as a fallback of its request, for this reason; False: it has none that can.
     """
 
@@ -78,6 +82,7 @@ class Recovery:
         misses_output: Callable[[str], bool],
         is_held: Callable[[str], bool],
         place: Callable[[PendingRequest], Awaitable[bool]],
+        top_up: Callable[[], Awaitable[None]],
         fall_back: Callable[[PendingRequest, str], Awaitable[bool]],
     ) -> None:
         self._bus = bus
@@ -92,7 +97,11 @@ class Recovery:
         self._misses_output = misses_output
         self._is_held = is_held
         self._place = place
+        self._top_up = top_up
         self._fall_back = fall_back
+        self.resuming: dict[str, PendingRequest] = {}
+        self._to_resume: list[PendingRequest] = []
+        self._resume_turn = asyncio.Lock()
         self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._recovering: set[tuple[str, int]] = set()
         self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
@@ -277,35 +286,75 @@ class Recovery:
                 del self._returned[request_id]
         return returns
 
-    async def resume(self, pending: PendingRequest) -> PendingRequest | None:
-        """A request that resumes, after the output that the token stream has of it already.
+    def resume(self, pending: PendingRequest) -> None:
+        """Place a request that resumes, after the output that the token stream has of it already.
 
         Output from another cell is attempt 0. A request that its gateway stored again has the output of attempts whose
-        jobs are lost. None: it has all of its output, and is ended here; its message is acknowledged after that.
-
-        Raises:
-            ServingError: the output cannot be read (yet).
+        jobs are lost. One that has all of its output is ended here. All that wait are read together, since each pass
+        reads everything that their gateway got meanwhile. If that fails, they are delivered again.
         """
-        request, lost = pending.request, pending.request.interrupted_attempt
-        address, since_ns = request.token_address, time_of(request.id) - CLOCK_SKEW_NS
-        # Attempt 0 is the fence of attempt -1.
-        before = InterruptedAttempt(
-            request.id, lost or -1, "", address, 0, pending.raw, request, revision=request.revision, since_ns=since_ns
-        )
-        fence_seq = None
-        if lost and in_memory(address) and self._misses_output(request.id):
-            raise ServingError(Code.broker_unavailable, f"the output of {request.id} is being stored again")
-        if lost:
-            fence_seq = await _publish_fences(self._bus, self._publisher, self._router, address, [before])
-        await _read_progress(self._bus, address, [before], fence_seq)
-        following = _next_attempt(before, jobs.JOB_LOST if lost else pending.reason, pending.since_ns)
-        following.attempt, following.reply = lost + 1, pending.reply
-        if lost and len(following.finished) == request.n:
-            self._terminal.complete(before)
-            return None
-        if lost and before.worker:  # it may still run the attempt, and its end would end the request
-            await self._revoke(before.worker, request.id, lost)
-        return following
+        self.resuming[pending.request.id] = pending
+        self._to_resume.append(pending)
+        if len(self._to_resume) == 1:
+            self._background.spawn(self._resume_waiting(), "resume")
+
+    def delivered_again(self, request_id: str, reply: str) -> bool:
+        """Whether a request is being resumed; its latest delivery counts."""
+        pending = self.resuming.get(request_id)
+        if pending is not None:
+            pending.reply = reply
+        return pending is not None
+
+    async def _resume_waiting(self) -> None:
+        async with self._resume_turn:
+            batch, self._to_resume = self._to_resume, []
+            groups: dict[tuple[str, bool], list[PendingRequest]] = {}
+            for pending in batch:
+                request = pending.request
+                groups.setdefault((request.token_address, bool(request.interrupted_attempt)), []).append(pending)
+            try:
+                for (address, lost), group in groups.items():
+                    await self._resume_together(address, group, lost=lost)
+            finally:
+                for pending in batch:
+                    self.resuming.pop(pending.request.id, None)
+        await self._top_up()
+
+    async def _resume_together(self, address: str, group: list[PendingRequest], *, lost: bool) -> None:
+        waiting: dict[str, tuple[PendingRequest, InterruptedAttempt]] = {}
+        for pending in group:
+            request = pending.request
+            if lost and in_memory(address) and self._misses_output(request.id):
+                log.warning("resumption_postponed", request=request.id, error="its output is being stored again")
+                continue
+            number = request.interrupted_attempt or -1  # attempt 0 is the fence of attempt -1
+            since_ns = max(0, _made_ns(request.id) - CLOCK_SKEW_NS)
+            before = InterruptedAttempt(
+                request.id, number, "", address, 0, pending.raw, request, revision=request.revision, since_ns=since_ns
+            )
+            waiting[request.id] = pending, before
+        attempts = [before for _, before in waiting.values()]
+        try:
+            fence_seq = None
+            if lost and attempts:
+                fence_seq = await _publish_fences(self._bus, self._publisher, self._router, address, attempts)
+            unread = await _read_progress(self._bus, address, attempts, fence_seq) if attempts else {}
+        except (ServingError, NatsError, OSError, TimeoutError) as error:  # they are delivered again
+            unread = dict.fromkeys(waiting, str(error) or repr(error))
+        for request_id, (pending, before) in waiting.items():
+            if request_id in unread:
+                log.warning("resumption_postponed", request=request_id, error=unread[request_id])
+                continue
+            following = _next_attempt(before, jobs.JOB_LOST if lost else pending.reason, pending.since_ns)
+            following.attempt, following.reply = max(0, before.attempt) + 1, pending.reply
+            self.resuming.pop(request_id, None)
+            if lost and len(following.finished) == pending.request.n:
+                self._terminal.complete(before)
+                continue
+            if lost and before.worker:  # it may still run the attempt, and its end would end the request
+                await self._revoke(before.worker, request_id, before.attempt)
+            await self._place(following)
+            await self._time_slice.yield_if_spent()
 
     async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:
         entry = self._cluster.tracker.request(attempt.request_id)
@@ -424,7 +473,8 @@ async def fence(
         gateways.setdefault(attempt.gateway, []).append(attempt)
     for gateway, group in gateways.items():
         until_seq = await _publish_fences(bus, publisher, router, gateway, group)
-        await _read_progress(bus, gateway, group, until_seq)
+        for problem in (await _read_progress(bus, gateway, group, until_seq)).values():
+            raise ServingError(Code.broker_unavailable, problem)
     return loaded
 
 
@@ -454,11 +504,17 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
     return False
 
 
+def _made_ns(request_id: str) -> int:
+    """Unix time by its gateway's clock; 0: the id has none."""
+    try:
+        return time_of(request_id)
+    except ValueError:
+        return 0
+
+
 async def _load_request(bus: Bus, attempt: InterruptedAttempt) -> bool:
     """Read the request from REQUESTS; False: it was deleted, or lost and not yet stored again by its gateway."""
-    try:
-        made_ns = time_of(attempt.request_id)
-    except ValueError:
+    if not (made_ns := _made_ns(attempt.request_id)):
         return False
     stream, shard = bus.subjects.stream("REQUESTS"), bus.subjects.shard_of(attempt.request_id)
     async with aclosing(read(bus, stream, shard, since_ns=made_ns - CLOCK_SKEW_NS, batch=FEW)) as entries:
@@ -495,7 +551,11 @@ async def _publish_fences(
     return max(ack.seq for ack in await asyncio.gather(*waits))
 
 
-async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int | None) -> None:
+async def _read_progress(
+    bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int | None
+) -> dict[str, str]:
+    """Fill in what each attempt had streamed; returns the requests that cannot be read yet, and why."""
+    unread: dict[str, str] = {}
     items: dict[str, list[TokenItem]] = {attempt.request_id: [] for attempt in group}
     workers: dict[tuple[str, int], str] = {}
     streamed_ns: dict[str, int] = {}
@@ -517,9 +577,11 @@ async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt]
         assert attempt.request is not None
         progress = items[attempt.request_id]
         if not any(item.attempt == attempt.attempt + 1 for item in progress):
-            raise ServingError(Code.broker_unavailable, f"the fence of {attempt.request_id} cannot be read back yet")
+            unread[attempt.request_id] = f"the fence of {attempt.request_id} cannot be read back yet"
+            continue
         attempt.progress = replay(progress, attempt.request.n)
         attempt.streamed_ns = streamed_ns.get(attempt.request_id, 0)
         attempt.worker = attempt.worker or workers.get((attempt.request_id, attempt.attempt), "")
         if attempt.request.sampling.prompt_logprobs is not None:
             attempt.scores = scores(progress)
+    return unread

@@ -127,6 +127,7 @@ class Router:
             misses_output=self._misses_output,
             is_held=self.held.__contains__,
             place=self.place,
+            top_up=self.intake.top_up,
             fall_back=self.fall_back,
         )
         self.maintenance = Maintenance(
@@ -258,7 +259,8 @@ class Router:
 
     def _space(self, priority: Priority) -> int:
         """Further requests of a class that may be read from the log."""
-        return 0 if self.maintenance.work_is_full else self.held.space(priority)
+        resuming = sum(each.request.priority is priority for each in self.recovery.resuming.values())
+        return 0 if self.maintenance.work_is_full else max(0, self.held.space(priority) - resuming)
 
     # The path of a request: decode, check, decide, publish its job or hold it, acknowledge.
 
@@ -284,16 +286,12 @@ class Router:
             return
         if request.id in self.terminal.ending or self.held.delivered_again(request.id, message.reply):
             return
+        if self.recovery.delivered_again(request.id, message.reply):
+            return
         pending = PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns())
         if request.resumes or request.interrupted_attempt:
-            try:
-                resumed = await self.recovery.resume(pending)
-            except (ServingError, NatsError, OSError, TimeoutError) as error:  # it is delivered again
-                log.warning("resumption_postponed", request=request.id, error=str(error) or repr(error))
-                return
-            if resumed is None:
-                return
-            pending = resumed
+            self.recovery.resume(pending)
+            return
         await self.place(pending)
         await self._time_slice.yield_if_spent()
 

@@ -861,7 +861,37 @@ async def test_a_broker_that_fails_while_a_request_stored_again_is_read_does_not
     subject = pipeline.request(again.model, again.priority.value, again.id)
     with capture_logs() as lines:
         await one.router.on_request(PassedOn(subject, wire.encode(again), "$JS.ACK.s.c.1.1.1.1.0"))
+        await eventually(lambda: not one.router.recovery.resuming)
     assert [line["error"] for line in lines if line["event"] == "resumption_postponed"] == ["the link broke"]
+
+
+async def test_requests_that_resume_are_read_together_and_one_that_cannot_be_read_delays_no_other(
+    pipeline: Subjects, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass reads everything that their gateway got meanwhile: one for each request took minutes."""
+    passes: list[list[str]] = []
+    reads = recovery._read_progress
+
+    async def counted(bus: Bus, gateway: str, group: list[InterruptedAttempt], until: int | None) -> dict[str, str]:
+        passes.append([attempt.request_id for attempt in group])
+        unread = await reads(bus, gateway, group, until)
+        return unread if len(passes) > 1 else unread | {all_asked[3].id: "not yet"}
+
+    all_asked = [request(id=new_request_id(), max_tokens=20) for _ in range(40)]
+    for asked in all_asked[::2]:
+        item = TokenItem(asked.id, 1, 0, 0, wire.pack_tokens([7, 8]), None)
+        await clients.bus.js.publish(pipeline.tokens(GATEWAY), wire.encode(TokenBatch("w9", 0, 0, (item,))))
+    async with one.router.recovery._resume_turn:  # all come while the first is being read
+        await clients.ask(*(msgspec.structs.replace(asked, interrupted_attempt=1) for asked in all_asked))
+        await eventually(lambda: len(one.router.recovery.resuming) == len(all_asked))
+        monkeypatch.setattr(recovery, "_read_progress", counted)
+    stub = await clients.stub("w1", slots=len(all_asked))
+    await one.knows(stub.id)
+    for number, asked in enumerate(all_asked):
+        _, job = await clients.placed(asked, 2)
+        assert [ids(part) for part in job.resume] == [[] if number % 2 else [7, 8]]
+    await clients.acknowledged(len(all_asked))
+    assert passes == [[asked.id for asked in all_asked], [all_asked[3].id]]
 
 
 class Cut(Generic[T]):
