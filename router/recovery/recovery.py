@@ -351,10 +351,20 @@ class Recovery:
             if lost and len(following.finished) == pending.request.n:
                 self._terminal.complete(before)
                 continue
-            if lost and before.worker:  # it may still run the attempt, and its end would end the request
-                await self._revoke(before.worker, request_id, before.attempt)
+            if lost:
+                await self._revoke_everywhere(before)
             await self._place(following)
             await self._time_slice.yield_if_spent()
+
+    async def _revoke_everywhere(self, attempt: InterruptedAttempt) -> None:
+        """Stop a worker that may still run an attempt without a job: its end would end the request.
+
+        The one that streamed its tokens, or, without tokens, each worker of the model.
+        """
+        assert attempt.request is not None
+        serving = self._cluster.tracker.serving(attempt.request.model)
+        for worker in [attempt.worker] if attempt.worker else [each.worker for each in serving]:
+            await self._revoke(worker, attempt.request_id, attempt.attempt)
 
     async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:
         entry = self._cluster.tracker.request(attempt.request_id)
@@ -423,7 +433,7 @@ class Recovery:
             stored = await self._publisher.send(
                 self._bus.subjects.work(holder.role, holder.worker),
                 wire.encode(jobs.Revoke(request, attempt)),
-                f"{request}:{attempt}:revoke",
+                f"{request}:{attempt}:revoke:{worker}",  # several workers may get it
                 headers=jobs.REVOKE_HEADERS,
             )
             stored.add_done_callback(lambda future: future.cancelled() or future.exception())

@@ -827,17 +827,21 @@ async def test_a_streaming_request_whose_records_and_worker_are_lost_continues_o
 async def test_a_worker_that_still_has_the_first_attempt_does_not_mix_its_answer_into_the_second(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, one: Routing, streamed: int
 ) -> None:
-    """Request and job are lost, and a router that knows neither reads the request again."""
+    """Request and job are lost, and a router that knows neither reads the request again.
+
+    Tokens name the worker. Without any, each of the model may have the job.
+    """
     asked = request(max_tokens=20, id=new_request_id())
-    stub = await clients.stub("w1")
-    await one.knows("w1")
+    stub, *_ = [await clients.stub("w1"), await clients.stub("w2"), await clients.stub("w3", model="another")]
+    await one.knows("w1", "w2", "w3")
     if streamed:
         item = TokenItem(asked.id, 1, 0, 0, wire.pack_tokens([6]), None)
         await clients.bus.js.publish(pipeline.tokens(GATEWAY), wire.encode(TokenBatch(stub.id, 0, 0, (item,))))
     await clients.ask(msgspec.structs.replace(asked, interrupted_attempt=1))
     _, job = await clients.placed(asked, 2)
     assert [ids(part) for part in job.resume] == [[6] * streamed]
-    assert await clients.revoked() == [(stub.id, jobs.Revoke(asked.id, 1))] * streamed
+    revoke = jobs.Revoke(asked.id, 1)
+    assert await clients.revoked() == [(name, revoke) for name in (["w1"] if streamed else ["w1", "w2"])]
     late = TokenItem(asked.id, 1, 0, streamed, wire.pack_tokens([7]), None)
     new = TokenItem(asked.id, 2, 0, streamed, wire.pack_tokens([8]), None)
     stored = [
