@@ -2,12 +2,14 @@
 
 A request's id, creation and deadline are compared with the broker's storage times, and on other machines. With a
 gateway's clock that is ahead, look-ups by time would miss a request; with a worker's, its deadline would be over before
-it begins. Small differences are not corrected: they are within ``CLOCK_SKEW_NS``, and time stays smooth.
+it begins. Small differences are not corrected: they are within ``CLOCK_SKEW_NS``, and time stays smooth. A clock that
+is set while the process runs is corrected at once by the monotonic one, or the deadlines of all open requests pass.
 """
 
 import asyncio
 import datetime
 import json
+import sys
 import time
 from collections.abc import Callable
 
@@ -25,19 +27,47 @@ ASK_S = 2.0
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
+def asleep_ns() -> int:
+    """Since the machine was started; 0 where the system does not say."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns() if sys.platform == "linux" else 0
+
+
 class BrokerClock:
     """``now_ns`` is Unix time at the broker, as far as this machine's clock is off by more than a second.
 
     Args:
         local: this machine's clock.
+        monotonic: nanoseconds that nobody sets, which stand still while the machine sleeps.
+        asleep: how long it has slept.
     """
 
-    def __init__(self, local: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        local: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], int] = time.monotonic_ns,
+        asleep: Callable[[], int] = asleep_ns,
+    ) -> None:
         self._local = local
+        self._monotonic = monotonic
+        self._asleep = asleep
+        self._apart_ns = local() - monotonic()
+        self._asleep_ns = asleep()
         self.offset_ns = 0
 
     def now_ns(self) -> int:
-        return self._local() + self.offset_ns
+        local_ns = self._local()
+        apart_ns = local_ns - self._monotonic()
+        if abs(apart_ns - self._apart_ns) > TOLERATED_NS:
+            self._stepped(apart_ns - self._apart_ns)
+        self._apart_ns = apart_ns  # NTP also speeds a clock up or slows it down
+        return local_ns + self.offset_ns
+
+    def _stepped(self, by_ns: int) -> None:
+        before_ns, self._asleep_ns = self._asleep_ns, self._asleep()
+        by_ns -= self._asleep_ns - before_ns
+        if abs(by_ns) > TOLERATED_NS:
+            log.warning("clock_stepped", seconds=round(by_ns / 1e9, 3), used="the time before")
+            self.offset_ns -= by_ns
 
     def note(self, broker_ns: int, asked_ns: int, answered_ns: int) -> None:
         """Take the broker's time, which it said between two times of this machine's clock.
@@ -46,6 +76,7 @@ class BrokerClock:
         """
         if not 0 <= answered_ns - asked_ns < TOLERATED_NS:
             return
+        self.now_ns()
         offset_ns = broker_ns - (asked_ns + answered_ns) // 2
         before, self.offset_ns = self.offset_ns, offset_ns if abs(offset_ns) > TOLERATED_NS else 0
         if (self.offset_ns != 0) != (before != 0) or abs(self.offset_ns - before) > TOLERATED_NS:

@@ -55,8 +55,32 @@ async def test_without_an_answer_the_machines_own_clock_is_used(broker: Embedded
     assert clock.offset_ns == 0
 
 
+@pytest.mark.parametrize("step_s", [3600, -3600, -86_400])
+def test_a_clock_that_is_set_is_corrected_at_once_and_again_when_it_is_set_back(step_s: int) -> None:
+    local_ns, steady_ns = 1_000_000 * S, 5 * S
+    asleep_ns = 0
+    clock = BrokerClock(lambda: local_ns, lambda: steady_ns, lambda: asleep_ns)
+
+    def passes(seconds: float, *, set_by: float = 0.0) -> int:
+        nonlocal local_ns, steady_ns
+        local_ns, steady_ns = local_ns + int((seconds + set_by) * S), steady_ns + int(seconds * S)
+        return clock.now_ns() // S - 1_000_000
+
+    assert passes(1) == 1
+    assert passes(1, set_by=step_s) == 2
+    clock.note(1_000_002 * S, local_ns, local_ns)  # the broker agrees
+    assert passes(1) == 3
+    assert passes(1, set_by=-step_s) == 4
+    assert clock.offset_ns == 0
+    for _ in range(2_000):  # NTP slows it down, by as much in all as a step
+        passes(1, set_by=-0.001)
+    assert (passes(0), clock.offset_ns) == (2_002, 0)
+    asleep_ns += 3_600 * S
+    assert passes(0, set_by=3_600) == 5_602  # the machine slept: time has passed
+
+
 def test_an_answer_that_took_too_long_says_nothing_and_a_later_one_does() -> None:
-    clock = BrokerClock(lambda: 0)
+    clock = BrokerClock(lambda: 0, lambda: 0)
     clock.note(30 * S, 0, 2 * S)
     assert clock.offset_ns == 0
     clock.note(30 * S, 0, S // 100)
