@@ -434,16 +434,16 @@ class DisaggCoordinator:
             self._terminal.requeue(running, "no blocks to hand off")
             return
         job = msgspec.Raw(wire.encode(next_job(running, self._context.model.revision)))
+        offset_ns = self._bus.clock.offset_ns
         prefilled = Prefilled(
             running.request.id,
             running.attempt,
             job,
             ticket,
             running.cached,
-            running.started_ns,
-            running.first_token_ns,
+            *running.times(offset_ns),
             pinned.opaque,
-            stamps(running),
+            stamps(running, offset_ns),
         )
         await self._publish_stage(running, prefilled)
 
@@ -516,7 +516,7 @@ class DisaggCoordinator:
     def _on_handed_off(self, running: RunningRequest) -> None:
         """The next stage has the request."""
         self._announced_to.pop(running.request.id, None)
-        self._context.metrics.handed_off(running.routed_ns, running.started_ns, running.first_token_ns)
+        self._context.metrics.handed_off(running.routed_ns, *running.times(self._bus.clock.offset_ns))
         self._requests.mark_ended(running.request.id, running.attempt)
         running.kv_holder = None  # the ticket's lease holds the blocks
         self._requests.remove(running, cancel=False)

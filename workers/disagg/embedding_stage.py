@@ -140,15 +140,15 @@ class EmbeddingStage:
         running.media = None  # from here on the lease holds the slots
         slots = [slot for of in reservation.slots for slot in of]
         stage = running.route[0]
-        free = _free(reservation)
+        free, offset_ns = _free(reservation), self._clock.offset_ns
         ticket = self._owner.offer(ticket_id(running, stage), stage.worker, "embeds", slots, generations, free)
         return Encoded(
             running.request.id,
             running.attempt,
             job,
             ticket,
-            running.started_ns,
-            stamps(running),
+            running.times(offset_ns)[0],
+            stamps(running, offset_ns),
         )
 
     async def load(self, running: RunningRequest, encoded: Encoded | None) -> bool:

@@ -370,7 +370,7 @@ class WorkerMetrics:
         times, tokens = event.timings, event.usage.completion
         self.requests.labels(event.code or "ok").inc()
         if times.started_ns:
-            self.latency.observe((times.ended_ns - times.started_ns) / 1e9)
+            self.latency.observe(max(0, times.ended_ns - times.started_ns) / 1e9)
             if not prefilled:
                 self._prefilled(times.routed_ns, times.started_ns, times.first_token_ns)
         if times.first_token_ns and tokens > 1:

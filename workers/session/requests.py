@@ -67,6 +67,15 @@ class RunningRequest(msgspec.Struct, eq=False):
     stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
     revisions: tuple[done.EarlierRevision, ...] = ()  # of weights that were replaced while it ran
 
+    def times(self, offset_ns: int) -> tuple[int, int]:
+        """When it started, and its first token, in Unix time at the broker; 0: did not happen.
+
+        Args:
+            offset_ns: from this machine's clock to the broker's.
+        """
+        offset_ns = 0 if self.prefilled else offset_ns  # those of another worker are the broker's
+        return self.started_ns and self.started_ns + offset_ns, self.first_token_ns and self.first_token_ns + offset_ns
+
     @property
     def alone(self) -> bool:
         """Whether nothing else may run on this worker meanwhile."""
@@ -252,8 +261,12 @@ def _one_more(stop: Stop, sequence: SequenceState) -> Stop:
     return msgspec.structs.replace(stop, max_tokens=min(stop.max_tokens, len(sequence.tokens) + 1))
 
 
-def stamps(running: RunningRequest) -> Stamps | None:
-    """Timings of a traced request at this worker, the longest among its sequences; None: it is not traced."""
+def stamps(running: RunningRequest, offset_ns: int) -> Stamps | None:
+    """Timings of a traced request at this worker, the longest among its sequences; None: it is not traced.
+
+    Args:
+        offset_ns: from this machine's clock to the broker's.
+    """
     if running.stamp_times is None:
         return None
     engine: dict[str, float] = {}
@@ -263,7 +276,8 @@ def stamps(running: RunningRequest) -> Stamps | None:
             preemptions += each.preemptions
             for name, value in each.values.items():
                 engine[name] = max(value, engine.get(name, value))
-    return Stamps(**running.stamp_times, preemptions=preemptions, engine=engine)
+    times = {name: at_ns + offset_ns for name, at_ns in running.stamp_times.items()}
+    return Stamps(**times, preemptions=preemptions, engine=engine)
 
 
 def next_job(running: RunningRequest, revision: str = "") -> Job:
@@ -314,9 +328,16 @@ def already_over(sequence: SequenceState, request: GenerateRequest) -> Finish | 
     return None
 
 
-def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.MadeWith) -> done.Done:
-    """The terminal event of a request whose choices have all ended, or that was cancelled."""
-    request = running.request
+def terminal(
+    running: RunningRequest, worker: str, now_ns: int, made_with: done.MadeWith, offset_ns: int = 0
+) -> done.Done:
+    """The terminal event of a request whose choices have all ended, or that was cancelled.
+
+    Args:
+        now_ns: at the broker.
+        offset_ns: from this machine's clock to the broker's.
+    """
+    request, (started_ns, first_token_ns) = running.request, running.times(offset_ns)
     code, message = "", ""
     for sequence in running.sequences:
         if sequence.finish is not None and sequence.finish.reason in ("error", "cancelled"):
@@ -349,8 +370,8 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
         timings=done.Timings(
             created_ns=request.created_ns,
             routed_ns=running.routed_ns,
-            started_ns=running.started_ns,
-            first_token_ns=running.first_token_ns,
+            started_ns=started_ns,
+            first_token_ns=first_token_ns,
             ended_ns=now_ns,
             streamed_ns=running.job.streamed_ns if running.job is not None else 0,
             earlier_workers=_earlier_workers(running, worker),
@@ -360,7 +381,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int, made_with: done.
         code=code,
         message=message,
         user=request.user,
-        stamps=stamps(running),
+        stamps=stamps(running, offset_ns),
         submitted=done.recorded(request),
         scores=scores,
         left_out=left_out,

@@ -4,7 +4,6 @@ A request is over only when that is stored. Until then a redelivered job is neit
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -80,7 +79,8 @@ class Reporter:
             ServingError: it could not be stored for ten minutes.
         """
         request = running.request
-        event = terminal(running, self._worker, time.time_ns(), self.made_with)
+        clock = self._bus.clock
+        event = terminal(running, self._worker, clock.now_ns(), self.made_with, clock.offset_ns)
         self._metrics.ended(event, prefilled=running.prefilled)
         headers = summary.headers_of(event, request)
         if request.no_store:  # its record does not have its output

@@ -190,6 +190,19 @@ def test_the_terminal_event_has_tokens_usage_and_times() -> None:
     assert done.decode(wire.encode(event)) == event
 
 
+def test_times_are_the_brokers_where_the_workers_clock_differs() -> None:
+    """Durations that go from one machine to another, such as the wait in a worker, are those of one clock."""
+    state = active(request())
+    end(state, done.Outcome(b"", "stop"), done.Outcome(b"", "stop"))
+    state.started_ns, state.stamp_times = 16, {"received_ns": 15}
+    event = terminal(state, "w", 118, done.MadeWith(), 100)
+    assert (event.timings.started_ns, event.timings.first_token_ns, event.timings.ended_ns) == (116, 0, 118)
+    assert event.stamps is not None
+    assert event.stamps.received_ns == 115
+    state.prefilled = True  # by another worker, which sent the broker's times
+    assert state.times(100) == (16, 0)
+
+
 def test_a_cancelled_request_keeps_what_it_had_generated() -> None:
     state = active(request())
     end(state, done.Outcome(wire.pack_tokens([7]), "stop"), None)  # type: ignore[arg-type]
