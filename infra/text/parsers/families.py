@@ -123,7 +123,7 @@ class CallFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_texts(self) -> bool:
         """The format does not distinguish text from numbers, so the tools' schemas must."""
-        return self.reader == "markup" and self.types == "schema"
+        return self.reader == "notation" or (self.reader == "markup" and self.types == "schema")
 
     @property
     def needs_names(self) -> bool:

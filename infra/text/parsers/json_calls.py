@@ -53,11 +53,18 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
         if begin and opener != begin:
             yield from _to_first(reader, begin, close)
         bracket = ""
+        empty = bool(opener)  # so far
         while True:
             yield from reader.space()
+            if empty and close and (yield from reader.literal(close)):
+                raise EmptySection
             if objects and not bracket:
                 bracket = yield from reader.literal("[", "{")
             if bracket == "[":
+                yield from reader.space()
+                if empty and (yield from reader.literal("]")):
+                    yield from read_closing(reader, deltas.probe(), close)
+                    raise EmptySection
                 yield from listed(reader, deltas)
             elif bracket == "{":
                 yield from one(reader, deltas)
@@ -67,6 +74,7 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
                 raise MalformedCall
             if end:
                 yield from read_closing(reader, deltas, end)
+            empty = False
             mark = yield from read_closing(reader, deltas, close, following, another)
             if not mark or mark == close:
                 return

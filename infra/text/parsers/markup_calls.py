@@ -14,7 +14,16 @@ import msgspec
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_text import encode
-from penstock.infra.text.parsers.reader import TOKEN, MalformedCall, Markers, Marks, NotACall, Reader, Steps
+from penstock.infra.text.parsers.reader import (
+    TOKEN,
+    EmptySection,
+    MalformedCall,
+    Markers,
+    Marks,
+    NotACall,
+    Reader,
+    Steps,
+)
 from penstock.infra.text.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _TAG = re.compile("[^<>\n\ud800-\udfff]*")  # a name and attributes
@@ -43,13 +52,15 @@ class _Markup:
         self._following = (self._close,) if one else (self._begin, self._close)
         self._call_tag = _Tag(form.call[0], form.name_end, marks, entities=form.entities)
         self._key_tag = _Tag(*form.key, marks, entities=form.entities)
-        self._values = _Values(form, marks, (self._key_begin, end, self._close))
+        self._values = _Values(form, marks, (self._key_begin, end, self._close), self._key_tag)
 
     def read(self, reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
         begin, close = self._begin, self._close
-        if begin and opener != begin:
+        if opener != begin:
             yield from reader.space()
-            if not (yield from reader.literal(begin)):
+            if close and (yield from reader.literal(close)):
+                raise EmptySection
+            if begin and not (yield from reader.literal(begin)):
                 raise MalformedCall
         elif begin and TOKEN.match(close) and not TOKEN.search(begin):
             yield from self._bare(reader, deltas, offered, opener)
@@ -131,6 +142,10 @@ class _Tag:
         self._entities = entities
         self.closed = bool(self._closers)
 
+    def follows(self, reader: Reader) -> Steps[bool]:
+        """Whether such a tag seems to come next, which is not read."""
+        return (yield from reader.follows(_TAG, self._closers[0][0] if self.closed else ""))
+
     def read(self, reader: Reader) -> Steps[_Element | None]:
         """None: what follows is no such tag."""
         if not self.closed:
@@ -158,13 +173,18 @@ class _Values:
         following: what may come behind an argument.
     """
 
-    def __init__(self, form: CallFormat, marks: Marks, following: tuple[str, str, str]) -> None:
+    def __init__(self, form: CallFormat, marks: Marks, following: tuple[str, str, str], key_tag: _Tag) -> None:
         self._key_begin, end, close = following
+        self._key_tag = key_tag
         self.following = tuple(dict.fromkeys(filter(None, following)))
         self._end = marks.within(form.value_end.strip())
         self._lines = form.value_end.startswith("\n")
-        # Models forget to close an argument. Its line ends before the next one, or before the end of the call.
-        self._unclosed = {"\n" + each: each for each in (self._key_begin, end) if self._lines and each}
+        # Models forget to close an argument. It ends before the next one, or before the end of the call: at a mark that
+        # has a token, or begins a line.
+        self._unclosed: dict[str, str] = {}
+        for each in filter(None, ("" if form.elements else self._key_begin, end)):
+            if TOKEN.search(each) or self._lines:
+                self._unclosed[each if TOKEN.search(each) else "\n" + each] = each
         if form.each and close and not end:
             self._unclosed[close] = close
         self._close = close
@@ -217,8 +237,11 @@ class _Values:
         value_end = self._end.replace("{key}", key)
         markers = self._markers if value_end == self._end else Markers(value_end, *self._unclosed)
         while stop := (yield from reader.until(markers, emit)):
-            if stop == "\n" + self._key_begin:
-                return True, self._key_begin
+            if self._unclosed.get(stop) == self._key_begin:
+                if stop != self._key_begin or (yield from self._key_tag.follows(reader)):
+                    return True, self._key_begin
+                emit(stop)
+                continue
             space = yield from reader.space()
             expected = self.following if stop == value_end else tuple({self._close} - {stop, ""})
             mark = (yield from reader.literal(*expected)) if expected else ""
@@ -279,7 +302,10 @@ def _from_python(text: str) -> str:
 
 
 def _nested(text: str, opening: str, deltas: DeltaBuilder) -> Any:
-    """The value of elements: an object of them by name, or a list if they are called "item". None: it is too deep."""
+    """The value of elements: an object by name, or a list if all are called "item". None: it is too deep.
+
+    Elements of one name are a list.
+    """
     root: list[tuple[str, Any]] = []
     stack: list[tuple[str, list[tuple[str, Any]], list[str]]] = [("", root, [])]
     for chunk in text.split(opening):
@@ -303,7 +329,10 @@ def _nested(text: str, opening: str, deltas: DeltaBuilder) -> Any:
 def _built(children: list[tuple[str, Any]]) -> Any:
     if children and all(name == "item" for name, _ in children):
         return [value for _, value in children]
-    return dict(children)
+    made: dict[str, list[Any]] = {}
+    for name, value in children:
+        made.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in made.items()}
 
 
 class _Arguments:

@@ -4,6 +4,7 @@ A call is emitted when it is complete: only then is it known to be one.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_text import encode
-from penstock.infra.text.parsers.reader import MalformedCall, Markers, Marks, Reader, Steps
+from penstock.infra.text.parsers.reader import EmptySection, MalformedCall, Markers, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import (
     FUNCTION_NAME_CHARS,
     CallReader,
@@ -35,8 +36,9 @@ def notation_calls(form: CallFormat, marks: Marks) -> CallReader:
 
     def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
         yield from reader.space()
-        if not (yield from reader.literal(begin)):
-            raise MalformedCall
+        mark = yield from reader.literal(begin, ":", *filter(None, (close,)))  # models omit the word
+        if mark == close:
+            raise EmptySection if mark else MalformedCall
         while True:
             name = parse_name((yield from reader.run(FUNCTION_NAME_CHARS)))
             yield from reader.space()
@@ -52,7 +54,7 @@ def notation_calls(form: CallFormat, marks: Marks) -> CallReader:
                     if not (yield from reader.until(inside, parts.append)):
                         raise MalformedCall
                     parts.append(quote)
-            arguments = encode(_Notation("".join(parts), quote, deltas).whole()).decode()
+            arguments = encode(_Notation("".join(parts), quote, deltas).whole(offered.texts.get(name, {}))).decode()
             deltas.begin_call(name)
             deltas.arguments(arguments)
             reader.commit()
@@ -70,19 +72,23 @@ class _Notation:
 
     def __init__(self, text: str, quote: str, deltas: DeltaBuilder) -> None:
         self._text, self._quote, self._deltas = text, quote, deltas
+        self._texts: Mapping[str, bool] = {}
         self._at = 0
 
-    def whole(self) -> Any:
+    def whole(self, texts: Mapping[str, bool]) -> Any:
         """
+        Args:
+            texts: parameters that are text, also where the mark around it is left out; whether they may be null.
         Raises:
             MalformedCall: it is not an object of this notation.
         """
+        self._texts = texts
         made = self._value(0)
         if self._at != len(self._text):
             raise MalformedCall
         return made
 
-    def _value(self, depth: int) -> Any:
+    def _value(self, depth: int, text: bool | None = None) -> Any:
         if depth > _DEEPEST:
             raise MalformedCall
         self._space()
@@ -92,7 +98,7 @@ class _Notation:
             return self._object(depth)
         if self._takes("["):
             return self._array(depth)
-        return self._scalar()
+        return self._scalar(text)
 
     def _object(self, depth: int) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -102,7 +108,7 @@ class _Notation:
             self._space()
             if not key or not self._takes(":"):
                 raise MalformedCall
-            made[key] = self._value(depth + 1)
+            made[key] = self._value(depth + 1, None if depth else self._texts.get(key))
             self._separated("}")
         return made
 
@@ -124,12 +130,14 @@ class _Notation:
         text, self._at = self._text[self._at : end], end + len(self._quote)
         return self._deltas.shown(text)
 
-    def _scalar(self) -> Any:
-        """A number, a word, or a text without its marks."""
+    def _scalar(self, may_be_null: bool | None) -> Any:
+        """A number, a word, or a text without its marks: always a text unless ``may_be_null`` is None."""
         text = self._deltas.shown(self._run(_SCALAR)).strip()
         if not text:
             raise MalformedCall
         word = {"true": True, "false": False, "null": None, "none": None}
+        if may_be_null is not None and not (may_be_null and word.get(text.lower(), text) is None):
+            return text
         if text.lower() in word:
             return word[text.lower()]
         try:

@@ -13,11 +13,17 @@ from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_calls import listed_calls
 from penstock.infra.text.parsers.json_text import PYTHON, Nesting, encode
-from penstock.infra.text.parsers.reader import MalformedCall, Marks, Reader, Steps
+from penstock.infra.text.parsers.reader import EmptySection, MalformedCall, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
 _WORDS = {"true": True, "false": False, "null": None}
+_STRING = re.compile(r"(\"\"\"|'''|[\"'])(?:\\.|(?!\1)[^\\])*\1", re.S)
+
+
+def _one_line(string: re.Match[str]) -> str:
+    """A string with its line breaks escaped: models write them as they are."""
+    return re.sub(r"(?<!\\)\n", r"\\n", string[0])
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
@@ -25,7 +31,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of "\d" in a string
-            call = ast.parse(f"f({text})", mode="eval").body
+            call = ast.parse(f"f({_STRING.sub(_one_line, text)})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise MalformedCall
         return {_keyword(word.arg): _literal(word.value) for word in call.keywords}
@@ -49,7 +55,7 @@ def _literal(node: ast.expr | None) -> Any:
             return _WORDS[word]
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as operand):
             return -_literal(operand)
-        case ast.List(elts=items) | ast.Tuple(elts=items):
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             return {str(_literal(key)): _literal(item) for key, item in zip(keys, values, strict=True)}
@@ -64,10 +70,15 @@ def pythonic_calls(form: CallFormat, marks: Marks) -> CallReader:
 
     def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
         yield from reader.space()
+        if opener and close and (yield from reader.literal(close)):
+            raise EmptySection
         if form.list:
             if not (yield from reader.literal("[")):
                 raise MalformedCall
             yield from reader.space()
+            if opener and (yield from reader.literal("]")):
+                yield from read_closing(reader, deltas.probe(), close)
+                raise EmptySection
             if reader.peek() == "{":
                 yield from objects(reader, deltas)
                 yield from read_closing(reader, deltas, close)

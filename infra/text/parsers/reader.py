@@ -263,6 +263,15 @@ class Reader:
                 return parts
             yield
 
+    def follows(self, pattern: "re.Pattern[str]", then: str) -> Steps[bool]:
+        """Whether at least one character of a kind comes next, and ``then``, at most one, behind. Reads nothing."""
+        while True:
+            match = pattern.match(self._text, self._at)
+            assert match is not None
+            if match.end() < len(self._text) or self.ended:
+                return match.end() > self._at and self._text.startswith(then, match.end())
+            yield
+
     def scan(self, next_end: Callable[[str, int], tuple[int, bool]], emit: Callable[[str], object]) -> Steps[bool]:
         """Pass text to ``emit`` up to where a scanner ends.
 

@@ -169,6 +169,10 @@ LLAMA = [
     Case("", "pythonic", "[a(x=[-1e999])]", "[a(x=[-1e999])]"),
     Case("", "pythonic", "[a(x=1), b(y=", ", b(y=", calls=(("a", '{"x":1}'),)),
     Case("", "pythonic", "Call [a(x=1)] for it.", "Call [a(x=1)] for it."),
+    Case("", "lfm2", "<|tool_call_start|>[run(code='''a\n\\n''', more='b\nc \"\\\nd')]<|tool_call_end|>", None,
+         calls=(("run", '{"code":"a\\n\\n","more":"b\\nc \\"d"}'),)),
+    Case("", "lfm2", "<|tool_call_start|>[label(tags={'a', 'b'})]<|tool_call_end|>", None,
+         calls=(("label", '{"tags":["a","b"]}'),)),
 ]  # fmt: skip
 
 _V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -254,6 +258,18 @@ MARKUP = [
          "<arg_key>n</arg_key><arg_value>[1, 2]</arg_value></tool_call><tool_call>now\n</tool_call>", "Ok.", "Hm.",
          (("write", '{"path": " a\\n", "n": [1, 2]}'), ("now", "{}")), {"texts": TEXTS}),
     Case("", "glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),
+    # a section that was not opened
+    Case("", "deepseek_v32", 'So.\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "So.",
+         calls=(("now", "{}"),)),
+    # elements of one name
+    Case("", "minimax_m3", ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="tag">]<]minimax[>[<of>'
+         "]<]minimax[>[<t>a]<]minimax[>[</t>]<]minimax[>[<t>2]<]minimax[>[</t>]<]minimax[>[</of>]<]minimax[>[</invoke>\n"
+         "]<]minimax[>[</tool_call>", None, calls=(("tag", '{"of": {"t":["a",2]}}'),)),
+    # texts without their marks, the word before a name left out
+    Case("", "gemma4", '<|tool_call>:get_weather{city:8001,days:3,of:{city:1}}<tool_call|><|tool_call>call:write{'
+         'path:true,note:null,text:null}<tool_call|>', None,
+         calls=(("get_weather", '{"city":"8001","days":3,"of":{"city":1}}'),
+                ("write", '{"path":"true","note":null,"text":"null"}')), options={"texts": TEXTS}),
 ]  # fmt: skip
 
 _A = "<|channel|>analysis<|message|>"
@@ -287,7 +303,7 @@ HARMONY = [
 NEMOTRON = [
     Case("", "nemotron_deci", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {WEATHER}}}]</TOOLCALL>', None,
          calls=(("get_weather", WEATHER),)),
-    Case("", "nemotron_deci", "<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>"),
+    Case("", "nemotron_deci", "<TOOLCALL>[]</TOOLCALL> None fits.", " None fits."),
 ]  # fmt: skip
 
 CASES = [*HERMES, *THINK, *MISTRAL, *LLAMA, *DEEPSEEK, *KIMI, *MARKUP, *HARMONY, *NEMOTRON]

@@ -210,6 +210,35 @@ def test_a_spelled_alternative_to_a_token_counts_where_it_cannot_be_a_quotation(
         assert in_any_cut(qwen, bare + end, marks, tools="qwen3_coder") == (bare + end, None, ())
 
 
+def test_an_argument_that_is_not_closed_ends_at_the_token_of_the_next_one() -> None:
+    row = TABLE.find("deepseek_v32")
+    assert row is not None
+    assert row.calls is not None
+    marks = Marks(["｜DSML｜"])
+    (opening, closing), key = row.calls.section, '<｜DSML｜parameter name="'
+    call = f'{opening}<｜DSML｜invoke name="go">\n{key}to" string="true">a <b>%s</｜DSML｜invoke>\n{closing}'
+    for rest, said in {
+        f'{key}days" string="false">3</｜DSML｜parameter>\n': {"to": "a <b>", "days": 3},
+        "": {"to": "a <b>"},
+        f"{key} is a mark</｜DSML｜parameter>": {"to": f"a <b>{key} is a mark"},
+        "</｜DSML｜invoke> is one</｜DSML｜parameter>": {"to": "a <b></｜DSML｜invoke> is one"},
+    }.items():
+        content, _, calls = in_any_cut(row, marks.within(call % rest), marks, tools=row.name)
+        assert (content, [(name, json.loads(arguments)) for _, name, arguments in calls]) == (None, [("go", said)])
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("row", [row for row in WITH_CALLS if row.calls and row.calls.section[0].strip()], ids=named)
+def test_marks_around_no_call_are_part_of_nothing(row: Family, spelled: bool) -> None:
+    assert row.calls is not None
+    marks = NONE if spelled else tokens_of(row)
+    opening, closing = map(str.strip, row.calls.section)
+    for inside in (*(("", "\n") if closing else ()), *(("[]", " [ ]\n") if row.calls.list else ())):
+        text = marks.within(opening + inside + closing)
+        content, *others = in_any_cut(row, text, marks, tools=row.name)
+        assert [content or "", *others] == ["", None, ()]
+
+
 GENERAL = (
     *('{"name": "now"', ', "arguments": ', '{"x": 1}', "{}", "}", "{", "[", "]", '"', ",", ";", ":", "\n", " ", "now"),
     *("a", "now(x=1)", ")", "<", ">", "|>", "1", "é", "call:", "x", '">', '" string="true">', "/", "```"),
