@@ -4,8 +4,8 @@ import argparse
 import datetime
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 from rich.console import Console
@@ -26,14 +26,19 @@ from penstock.schemas.requests import Priority
 from penstock.schemas.subjects import DEFAULT_TENANT
 from penstock.schemas.tenants import check_name
 
-VERBS = ("create", "list", "show", "set", "revoke", "export", "import")
-USAGE = f"usage: penstock keys {{{','.join(VERBS)}}} [FLAGS]"
+VERBS = {
+    "create": "make a key and print it, once; as soon as there is a key, every request needs one",
+    "list": "list the keys that are valid",
+    "show": "show everything about a key except its secret, which is not stored",
+    "set": "change limits of a key on every gateway; the others stay",
+    "revoke": "end a key for good, on every gateway; running requests finish",
+    "export": "write all keys without their secrets, one JSON object per line, for `penstock keys import`",
+    "import": "read the output of `penstock keys export` from standard input: add new keys, update older ones, and "
+    "revoke revoked ones; may be repeated",
+}
+_OPERATOR = "may list and read the requests and answers of all tenants"
 MAX_ABOUT = 200  # characters
 NEVER = "never"
-
-_per_minute = whole_number(MOST_PER_MINUTE)
-_per_month = whole_number(MOST_PER_MONTH)
-_concurrent = whole_number(MOST_CONCURRENT)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -55,104 +60,53 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="penstock keys", description="manage the API keys of the HTTP API")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar=f"{{{','.join(VERBS)}}}")
-    about_create = "make a key and print it, once; as soon as there is a key, every request needs one"
-    create = verbs.add_parser("create", help=about_create, description=about_create)
-    _create_flags(create)
-    about_set = "change limits of a key, at once on every gateway; the others stay"
-    change = verbs.add_parser("set", help=about_set, description=about_set)
-    change.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
-    _set_flags(change)
-    about_list = "list the keys that are valid"
-    shown = verbs.add_parser("list", help=about_list, description=about_list)
-    shown.add_argument("--all", "-a", action="store_true", help="revoked and expired ones, too")
-    shown.add_argument("--json", action="store_true", help="one JSON object per line")
-    for verb, about in (
-        ("show", "show everything about a key except its secret, which is not stored"),
-        ("revoke", "end a key for good, at once on every gateway; running requests finish"),
-    ):
+    for verb, about in VERBS.items():
         one = verbs.add_parser(verb, help=about, description=about)
-        one.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
-    about_export = "write all keys without their secrets, one JSON object per line, for `penstock keys import`"
-    verbs.add_parser("export", help=about_export, description=about_export)
-    about_import = (
-        "read the output of `penstock keys export` from standard input: add new keys, update older ones, and revoke "
-        "revoked ones; may be repeated"
-    )
-    verbs.add_parser("import", help=about_import, description=about_import)
-    for one in verbs.choices.values():
+        if verb in ("show", "set", "revoke"):
+            one.add_argument("key", metavar="PREFIX", help="as `penstock keys list` shows it: pst-0a1b2c3d4e5f")
+        if verb in ("create", "set"):
+            _limit_flags(one, new=verb == "create")
+        if verb == "create":
+            one.add_argument("--quiet", "-q", action="store_true", help="print the key alone")
+        if verb == "list":
+            one.add_argument("--all", "-a", action="store_true", help="revoked and expired ones, too")
+            one.add_argument("--json", action="store_true", help="one JSON object per line")
         add_broker_flags(
             one, folder="data folder of `penstock up`", broker="broker instead, with credentials of the role keys"
         )
     return parser
 
 
-def _create_flags(create: argparse.ArgumentParser) -> None:
-    create.add_argument(
-        "--tenant", default=DEFAULT_TENANT, metavar="NAME", help="whose key it is; default: %(default)s"
-    )
-    create.add_argument("--models", default="", metavar="A,B", help="models it may name; default: all, of its tenant")
-    create.add_argument(
-        "--rpm", type=_per_minute, default=0, metavar="N", help="requests per minute; default: no limit"
-    )
-    create.add_argument(
-        "--tpm",
-        type=_per_minute,
-        default=0,
-        metavar="N",
-        help="tokens per minute, prompts and answers; default: no limit",
-    )
-    create.add_argument(
-        "--monthly-tokens",
-        type=_per_month,
-        default=0,
-        metavar="N",
-        help="tokens of a month (UTC), prompts and answers; default: no limit",
-    )
-    create.add_argument(
-        "--max-concurrent", type=_concurrent, default=0, metavar="N", help="requests at a time; default: no limit"
-    )
-    create.add_argument(
+def _limit_flags(parser: argparse.ArgumentParser, *, new: bool) -> None:
+    """Those of ``create``, or of ``set``, where a flag that is not named is None."""
+    add, empty = parser.add_argument, "" if new else None
+    if new:
+        add("--tenant", default=DEFAULT_TENANT, metavar="NAME", help="whose key it is; default: %(default)s")
+        add("--operator", action="store_true", help=_OPERATOR)
+    else:
+        add("--tenant", help=argparse.SUPPRESS)  # refused with the way to do it
+        add("--operator", action=argparse.BooleanOptionalAction, help=f"whether it {_OPERATOR}")
+    all_models = "default: all, of its tenant" if new else "all: those of its tenant"
+    add("--models", default=empty, metavar="A,B", help=f"models it may name; {all_models}")
+    for flag, most, about in (
+        ("--rpm", MOST_PER_MINUTE, "requests per minute"),
+        ("--tpm", MOST_PER_MINUTE, "tokens per minute, prompts and answers"),
+        ("--monthly-tokens", MOST_PER_MONTH, "tokens of a month (UTC), prompts and answers"),
+        ("--max-concurrent", MOST_CONCURRENT, "requests at a time"),
+    ):
+        number = whole_number(most) if new else or_none(whole_number(most))
+        unlimited = "default" if new else key_store.NONE
+        add(flag, type=number, default=0 if new else None, metavar="N", help=f"{about}; {unlimited}: no limit")
+    classes = [each.value for each in Priority]
+    add(
         "--priority",
-        choices=[each.value for each in Priority],
-        help="class of requests without one, and the highest class allowed; default: standard, and any",
+        choices=classes if new else [*classes, key_store.NONE],
+        help="class of requests without one, and the highest class allowed; "
+        f"{'default' if new else key_store.NONE}: standard, and any",
     )
-    create.add_argument("--expires", default="", metavar="WHEN", help="12h, 90d, or 2027-01-31; default: never")
-    create.add_argument(
-        "--operator", action="store_true", help="may list and read the requests and answers of all tenants"
-    )
-    create.add_argument("--about", default="", metavar="TEXT", help="what it is for, shown in lists")
-    create.add_argument("--quiet", "-q", action="store_true", help="print the key alone")
-
-
-def _set_flags(change: argparse.ArgumentParser) -> None:
-    """As those of ``create``; None: not named."""
-    change.add_argument("--tenant", help=argparse.SUPPRESS)  # refused with the way to do it
-    change.add_argument("--models", metavar="A,B", help="models it may name; all: those of its tenant")
-    change.add_argument("--rpm", type=or_none(_per_minute), metavar="N", help="requests per minute; none: no limit")
-    change.add_argument(
-        "--tpm", type=or_none(_per_minute), metavar="N", help="tokens per minute, prompts and answers; none: no limit"
-    )
-    change.add_argument(
-        "--monthly-tokens",
-        type=or_none(_per_month),
-        metavar="N",
-        help="tokens of a month (UTC), prompts and answers; none: no limit",
-    )
-    change.add_argument(
-        "--max-concurrent", type=or_none(_concurrent), metavar="N", help="requests at a time; none: no limit"
-    )
-    change.add_argument(
-        "--priority",
-        choices=[*(each.value for each in Priority), key_store.NONE],
-        help="class of requests that name none, and the highest they may name; none: standard, and any",
-    )
-    change.add_argument("--expires", metavar="WHEN", help="12h, 90d, or 2027-01-31; never")
-    change.add_argument(
-        "--operator",
-        action=argparse.BooleanOptionalAction,
-        help="whether may list and read the requests and answers of all tenants",
-    )
-    change.add_argument("--about", metavar="TEXT", help="what it is for, shown in lists")
+    never = "default: never" if new else NEVER
+    add("--expires", default=empty, metavar="WHEN", help=f"12h, 90d, or 2027-01-31; {never}")
+    add("--about", default=empty, metavar="TEXT", help="what it is for, shown in lists")
 
 
 def expires_ns(text: str, now_ns: int) -> int:
@@ -174,8 +128,17 @@ def expires_ns(text: str, now_ns: int) -> int:
     return at_ns
 
 
-def _source(args: argparse.Namespace) -> LogSource:
-    return LogSource.of(argparse.Namespace(**vars(args), file="", skip_bad=False))
+@asynccontextmanager
+async def _broker(args: argparse.Namespace) -> AsyncIterator[Bus]:
+    """
+    Raises:
+        ValueError: the deployment is stopped.
+    """
+    source = LogSource.of(argparse.Namespace(**vars(args), file="", skip_bad=False))
+    async with open_log(source, name="keys", role="keys", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: start it first")
+        yield log.bus
 
 
 async def _create(args: argparse.Namespace, console: Console) -> None:
@@ -198,12 +161,10 @@ async def _create(args: argparse.Namespace, console: Console) -> None:
         about=args.about,
         created_by=person(),
     )
-    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
-        if log.stopped:
-            raise ValueError("the deployment is stopped: start it, then make its keys")
-        await key_store.check_tenant(log.bus, key.tenant)
-        first = not await key_store.all_keys(log.bus)
-        await key_store.add(log.bus, key)
+    async with _broker(args) as bus:
+        await key_store.check_tenant(bus, key.tenant)
+        first = not await key_store.all_keys(bus)
+        await key_store.add(bus, key)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()  # whatever follows, it is not shown again
     await _warn_of(args, key.models)
@@ -249,15 +210,10 @@ def _models(text: str) -> tuple[str, ...]:
 async def _set(args: argparse.Namespace, console: Console) -> None:
     key_id, now_ns = check_id(args.key), time.time_ns()
     fields = _named(args, now_ns)
-    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
-        before, after = await key_store.change(_running(log.stopped, log.bus), key_id, **fields)
-    old, new = key_store.public(before, now_ns), key_store.public(after, now_ns)
-    changes = [
-        f"{name}: {_shown(old[name])} → {_shown(new[name])}"
-        for name in new
-        if old[name] != new[name] and not name.startswith("changed")
-    ]
-    console.print(f"{after.prefix}: {escape(', '.join(changes)) or 'as it was'}", highlight=False, soft_wrap=True)
+    async with _broker(args) as bus:
+        before, after = await key_store.change(bus, key_id, **fields)
+    changes = key_store.changes(before, after, now_ns)
+    console.print(f"{after.prefix}: {escape(changes) or 'as it was'}", highlight=False, soft_wrap=True)
     if args.models is not None:
         await _warn_of(args, after.models)
 
@@ -267,18 +223,12 @@ async def _warn_of(args: argparse.Namespace, models: Sequence[str]) -> None:
     if not models:
         return
     try:
-        async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
-            warning = unserved(await registrations(log.bus), models)
+        async with _broker(args) as bus:
+            warning = unserved(await registrations(bus), models)
     except ServingError:  # the broker has just gone: the key is made
         return
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return key_store.NONE if value in (None, "") else str(value)
 
 
 def _check_about(text: str | None) -> None:
@@ -292,8 +242,8 @@ def _unreadable(key_id: str) -> None:
 
 
 async def _keys(args: argparse.Namespace, *, whole: bool = False) -> list[ApiKey]:
-    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
-        return await key_store.all_keys(_running(log.stopped, log.bus), _unreadable, whole=whole)
+    async with _broker(args) as bus:
+        return await key_store.all_keys(bus, _unreadable, whole=whole)
 
 
 async def _list(args: argparse.Namespace, console: Console) -> None:
@@ -329,8 +279,8 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
 
 async def _show(args: argparse.Namespace, console: Console) -> None:
     key_id, now_ns = check_id(args.key), time.time_ns()
-    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
-        key, _ = await key_store.find(_running(log.stopped, log.bus), key_id)
+    async with _broker(args) as bus:
+        key, _ = await key_store.find(bus, key_id)
     for name, value in key_store.public(key, now_ns).items():
         shown = "–" if value is None else ("no", "yes")[value] if isinstance(value, bool) else value
         console.print(f"{name:<20} {escape(str(shown))}", highlight=False, soft_wrap=True)
@@ -338,8 +288,8 @@ async def _show(args: argparse.Namespace, console: Console) -> None:
 
 async def _revoke(args: argparse.Namespace, console: Console) -> None:
     key_id = check_id(args.key)
-    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
-        key, was_valid = await key_store.revoke(_running(log.stopped, log.bus), key_id)
+    async with _broker(args) as bus:
+        key, was_valid = await key_store.revoke(bus, key_id)
     when = "revoked" if was_valid else f"was revoked already, {key_store.day(key.revoked_ns)}"
     console.print(f"{key.prefix} of tenant {key.tenant}: {when}", highlight=False)
 
@@ -350,13 +300,7 @@ async def _export(args: argparse.Namespace) -> None:
 
 async def _import(args: argparse.Namespace) -> None:
     keys = read_keys(sys.stdin)
-    async with open_log(_source(args), name="keys", role="keys", streams=()) as log:
-        copied = await copy_into(_running(log.stopped, log.bus), keys)
+    async with _broker(args) as bus:
+        copied = await copy_into(bus, keys)
     parts = (f"{copied.added} keys added", f"{copied.changed} changed", f"{copied.revoked} revoked")
     print(f"{', '.join(parts)}, {copied.unchanged} as they were")
-
-
-def _running(stopped: bool, bus: Bus) -> Bus:
-    if stopped:
-        raise ValueError("the deployment is stopped: start it first")
-    return bus

@@ -187,7 +187,7 @@ async def test_a_key_with_a_later_releases_fields_is_listed_and_not_exported(
 
 
 def test_every_verb_is_completed() -> None:
-    assert COMMANDS["keys"].choices == VERBS
+    assert COMMANDS["keys"].choices == tuple(VERBS)
 
 
 def test_a_line_is_a_key_again_and_has_no_secret() -> None:
