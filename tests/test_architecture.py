@@ -291,7 +291,7 @@ COMMAND_FLAGS = frozenset(
         *(ROOT / "infra").rglob("*.py"),
         *(ROOT / "tests" / "chaos").rglob("*.py"),
     )
-    for flag in re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', path.read_text(encoding="utf-8"))
+    for flag in re.findall(r'\(\s*"(--[a-z0-9-]+)",', path.read_text(encoding="utf-8"))
 ) | {"--help", "--topology"}  # of commands with their own parsers
 COMMAND_FLAGS |= {flag(field) for field in Thresholds.__struct_fields__}
 # Of Dynamo, then aiperf and guidellm, then docker.

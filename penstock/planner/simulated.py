@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.cli.figures import quantile
-from penstock.measure.profile.modelled import mock_profile
+from penstock.measure.profile.data import mock_profile
 from penstock.measure.simulation.cache import LowerChanges, StoredRun
 from penstock.measure.simulation.engine import MAX_SEQUENCES
 from penstock.measure.simulation.fleet import SimulatedRequest, Simulation

@@ -20,12 +20,12 @@ import msgspec
 from msgspec import Struct
 
 from penstock.cli.figures import quantile
-from penstock.measure.intervals import Interval, paired
 from penstock.measure.plots import drawn
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult, simulate
 from penstock.measure.simulation.placement import PlacementPolicy
 from penstock.measure.simulation.policy import Policy, SimulatedFleet, Target
 from penstock.measure.simulation.trace import UNIT_TOKENS, RequestTrace, TraceRow
+from penstock.measure.sweep.compare import Interval, paired
 from penstock.router.placement.routing import Weights
 from tests.perf.policies import (
     CellsPolicy,

@@ -12,10 +12,10 @@ from msgspec import Meta
 from rich.table import Table
 
 from penstock.cli.terminal import fail, stdout
-from penstock.measure.intervals import Interval
 from penstock.measure.plots import PlotsMissing, drawn
 from penstock.measure.simulation.policy import SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import Multipliers, TraceError, multiplied, read
+from penstock.measure.sweep.compare import Interval
 from penstock.router.placement.cost import TIER_COSTS
 from penstock.router.placement.routing import Weights
 from tests.perf.comparison import (

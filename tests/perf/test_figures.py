@@ -2,10 +2,10 @@ import math
 
 import pytest
 
-from penstock.measure.intervals import paired
 from penstock.measure.simulation.fleet import SimulatedRequest, SimulationResult
 from penstock.measure.simulation.policy import Placement, SimulatedFleet, WorkerSpec
 from penstock.measure.simulation.trace import Request
+from penstock.measure.sweep.compare import paired
 from penstock.schemas.requests import Priority
 from tests.perf.comparison import GroupFigures, figures
 

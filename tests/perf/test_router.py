@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.configs.flags import parse
-from penstock.measure.intervals import Interval
+from penstock.measure.sweep.compare import Interval
 from tests.perf.router import BadBench, RouterBenchSettings, difference, fleet, run
 
 FEW = ["--workload", "hot", "--requests", "40", "--workers", "2", "--seeds", "2", "--load", "0.5"]

@@ -11,11 +11,12 @@ from rich.table import Table
 from penstock.cli.terminal import fail, stdout
 from penstock.configs.flags import Parser
 from penstock.measure.pareto import plots
-from penstock.measure.pareto.cost import BadPrices, Prices, read_prices
 from penstock.measure.pareto.records import (
     BadDeployment,
+    BadPrices,
     Gain,
     ParetoRecord,
+    Prices,
     deployment_of,
     fronts,
     gains,
@@ -23,6 +24,7 @@ from penstock.measure.pareto.records import (
     marked,
     overridden,
     parse_deployment,
+    read_prices,
     records,
 )
 from penstock.measure.plots import PlotsMissing

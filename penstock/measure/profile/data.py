@@ -9,7 +9,7 @@ import itertools
 import re
 import statistics
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from penstock.measure.simulation.engine import MAX_SEQUENCES, EngineSequence, SimulatedEngine, decode_ns
 from penstock.measure.sweep.figures import RequestRecord
 
 FILE = "profile.json"
@@ -335,3 +336,86 @@ def cached_share(records: Sequence[RequestRecord]) -> float:
     """Share of the prompt tokens that the server found in its cache; 0.0 if it does not report them."""
     counted = [record for record in records if record.cached >= 0 and record.isl > 0]
     return sum(record.cached for record in counted) / sum(record.isl for record in counted) if counted else 0.0
+
+
+BLOCKS, BLOCK_SIZE = 16_384, 32  # as a mock worker's
+_POINTS = 12
+
+
+def modelled(
+    setup: Setup,
+    url: str,
+    lengths: Iterable[int],
+    ttft_ms: Callable[[int], float],
+    levels: Iterable[tuple[int, int]],
+    itl_ms: Callable[[int, float], float],
+) -> Profile:
+    """A profile from functions of times, as if it had been measured.
+
+    Args:
+        lengths: of prompts.
+        levels: lengths of prompts, each with a number of requests at once.
+        itl_ms: of a number of requests at once and the tokens of each one's context.
+    """
+    prefill, decode = Prefill(), Decode(max_kv_tokens=setup.max_kv_tokens)
+    for isl in lengths:
+        ttft = ttft_ms(isl)
+        throughput = prefill_throughput(isl, ttft, setup.gpus, setup.attention_dp)
+        prefill = prefill.added(isl, round(ttft, 4), round(throughput, 3))
+    for isl, level in levels:
+        decode = decode.added(setup.decode_point(isl, level, itl_ms(level, isl + setup.osl / 2)))
+    return Profile(setup=setup, url=url, prefill=prefill, decode=decode)
+
+
+def mock_profile(
+    *,
+    blocks: int = BLOCKS,
+    block_size: int = BLOCK_SIZE,
+    max_sequences: int = MAX_SEQUENCES,
+    gpus: int = 1,
+    slowness: float = 1.0,
+    max_context: int = 131_072,
+    osl: int = 500,
+    model: str = "mock",
+) -> Profile:
+    """
+    Args:
+        slowness: factor on the duration of every step; 0.5 is a ``--mock-speedup`` of 2.
+    """
+    pool = blocks * block_size
+    max_context = min(max_context, pool)
+    setup = Setup(
+        model=model,
+        api="chat",
+        gpus=gpus,
+        attention_dp=1,
+        osl=osl,
+        max_context=max_context,
+        max_kv_tokens=pool,
+        max_batch=max_sequences,
+    )
+    lengths = (100, 500, 1000, 2000, 3000, 4000, 6000, 8000, 12_000, 16_000, 32_000, 64_000, 128_000)
+    return modelled(
+        setup,
+        "timing model of the mock engine",
+        [isl for isl in lengths if isl <= max_context - RESERVE],
+        lambda isl: prompt_ms(isl, blocks, block_size) * slowness,
+        [
+            (isl, level)
+            for isl in lengths
+            if isl <= max_context - osl
+            for level in concurrencies(isl + osl, pool, max_sequences, _POINTS)
+        ],
+        lambda level, context: decode_ns(round(context * level), pool) / 1e6 * slowness,
+    )
+
+
+def prompt_ms(tokens: int, blocks: int, block_size: int) -> float:
+    """TTFT of a prompt that has the worker to itself, ms."""
+    engine = SimulatedEngine(blocks, block_size)
+    engine.add(EngineSequence(0, tokens, 1, range(tokens // block_size)))
+    spent = 0
+    while engine.has_work:
+        spent += sum(durations := engine.form())
+        engine.finish(len(durations))
+    return spent / 1e6

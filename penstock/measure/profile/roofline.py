@@ -20,8 +20,7 @@ from penstock.infra.engine_args import memory_estimate
 from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, Shape, UnknownShape
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import decode
-from penstock.measure.profile.data import SHORTEST, Profile, Setup, spaced
-from penstock.measure.profile.modelled import modelled
+from penstock.measure.profile.data import SHORTEST, Profile, Setup, modelled, spaced
 
 
 class GpuFigures(Struct, frozen=True, kw_only=True):

@@ -18,9 +18,8 @@ from msgspec import Struct
 from rich.table import Table
 
 from penstock.infra.engine_args.memory_estimate import Shape
-from penstock.measure.pareto.cost import Prices, cost, gpu_of
-from penstock.measure.profile.data import BadProfile, DecodeSurface, Profile, load, ttft_at
-from penstock.measure.profile.modelled import mock_profile
+from penstock.measure.pareto.records import Prices, cost, gpu_of
+from penstock.measure.profile.data import BadProfile, DecodeSurface, Profile, load, mock_profile, ttft_at
 from penstock.measure.profile.roofline import GPUS, RooflineEngine, fits, mappings, roofline_profile
 from penstock.planner.capacity import EngineTiming, latency
 from penstock.schemas.plans import Demand, Latency, Role

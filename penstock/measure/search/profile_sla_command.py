@@ -20,8 +20,8 @@ from penstock.infra.engine_args.memory_estimate import UnknownShape
 from penstock.infra.engine_args.tree import BadArguments
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.launch.recipes.catalogue import shape_at
-from penstock.measure.pareto.cost import BadPrices, Prices, gpu_of, read_prices
 from penstock.measure.pareto.plots import draw_estimates
+from penstock.measure.pareto.records import BadPrices, Prices, gpu_of, read_prices
 from penstock.measure.plots import PlotsMissing
 from penstock.measure.profile.data import SUGGESTION, BadProfile, file_of
 from penstock.measure.search import answer

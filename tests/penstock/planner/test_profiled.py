@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from penstock.cli.figures import quantile
-from penstock.measure.profile.data import BadProfile, file_of, load, save
-from penstock.measure.profile.modelled import mock_profile
+from penstock.measure.profile.data import BadProfile, file_of, load, mock_profile, save
 from penstock.measure.search.profile_sla_command import SlaProfileSettings
 from penstock.measure.search.profile_sla_command import run as suggest
 from penstock.measure.simulation.fleet import simulate as run_fleet

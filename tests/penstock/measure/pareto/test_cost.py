@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.measure.pareto.cost import BadPrices, GpuCost, Prices, cost, gpu_of, read_prices
+from penstock.measure.pareto.records import BadPrices, GpuCost, Prices, cost, gpu_of, read_prices
 
 FILE = """
 currency: EUR

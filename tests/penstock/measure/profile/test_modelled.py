@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.measure.profile.data import DecodeSurface, ttft_at
-from penstock.measure.profile.modelled import mock_profile
+from penstock.measure.profile.data import DecodeSurface, mock_profile, ttft_at
 from penstock.workers.engines.mock.executor import decode_seconds, prefill_seconds
 
 

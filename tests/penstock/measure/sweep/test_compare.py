@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.measure.intervals import Interval, paired, unpaired
-from penstock.measure.sweep.compare import SLOWER, compare, run, verdict
+from penstock.measure.sweep.compare import SLOWER, Interval, compare, paired, run, unpaired, verdict
 from tests.penstock.measure.sweep.samples import result, write
 
 NOISE = [100.0, 104.0, 97.0, 102.0, 99.0]
