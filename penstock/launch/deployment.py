@@ -42,7 +42,7 @@ from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.gateways import AUTO, LOOK_S, CpuMeter, GatewayScaler, gateway_range
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
-from penstock.launch.machine import Listeners, all_cores, check_startable, cores, free_port, gpus, held_run
+from penstock.launch.machine import Listeners, all_cores, check_named, check_startable, cores, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants, divide_at
 from penstock.launch.plan import (
     LACKING_S,
@@ -283,6 +283,7 @@ class Deployment:
         self.settings = settings = sized(settings, self._fleet, all_cores(), there)
         self._active = active or settings.cells  # of the cells, those that take new requests
         self._subjects = [Subjects(cell_namespace(settings.namespace, cell)) for cell in range(settings.cells)]
+        check_named(settings.gpus, self._fleet.groups)
         self._gpus = gpus(settings.gpus, os.environ)
         assign(self._fleet.groups, self._gpus)  # raises before anything starts
         self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)

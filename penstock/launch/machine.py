@@ -73,6 +73,30 @@ def _check_model(group: WorkerGroup, say: Callable[[str], None]) -> None:
         raise PlanError(f"--model: {reason}")
 
 
+def check_named(named: Sequence[str], groups: Sequence[WorkerGroup], devices: Path = Path("/dev")) -> None:
+    """
+    Raises:
+        PlanError: this machine has no such GPUs for native engines. Others look for theirs themselves.
+    """
+    if tuple(named) in ((), ("none",)) or not any(group.gpus and group.engine == "native" for group in groups):
+        return
+    count, flag = _count(devices), f"--gpus {','.join(named)}"
+    if not count and not any((devices / other).exists() for other in ("dxg", "kfd")):  # of WSL 2 and ROCm
+        raise PlanError(
+            f"{flag}: there is no GPU here (no {devices}/nvidia0); leave --gpus out to serve on processors, or load "
+            "the driver (in a container: run it with --gpus all)"
+        )
+    if count and (beyond := [each for each in named if each.isdigit() and int(each) >= count]):
+        known = "GPU 0" if count == 1 else f"GPUs 0 to {count - 1}"
+        raise PlanError(
+            f"{flag}: there is no GPU {beyond[0]} here, only {known}; name some of these, or leave --gpus out"
+        )
+
+
+def _count(devices: Path) -> int:
+    return sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
+
+
 def gpus(named: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:
     """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: do not assign any.
 
@@ -85,8 +109,7 @@ def gpus(named: Sequence[str], environ: Mapping[str, str], devices: Path = Path(
     if visible is not None:
         entries = filter(None, map(str.strip, visible.split(",")))
         return tuple(itertools.takewhile(lambda entry: entry.isdigit() or entry[:4] in ("GPU-", "MIG-"), entries))
-    count = sum(1 for path in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", path.name))
-    return tuple(map(str, range(count)))  # CUDA counts those that it sees from 0
+    return tuple(map(str, range(_count(devices))))  # CUDA counts those that it sees from 0
 
 
 def held_run(first: int, count: int) -> list[socket.socket]:

@@ -382,7 +382,9 @@ def workers(up: UpSettings, fleet: WorkerFleet, cores: int) -> Iterator[tuple[st
     native = sum(group.number for group in fleet.groups if group.engine == "native" and group.role != "encode")
     threads = up.threads or max(1, cores // max(1, native))
     for group in fleet.groups:
-        more = {"threads": threads} if group.engine == "native" else {}
+        more: dict[str, Any] = {"threads": threads} if group.engine == "native" else {}
+        if more and group.gpus and up.gpus not in ((), ("none",)):
+            more["device"] = "cuda"  # of GPUs that torch does not find, "auto" would compute on processors
         for name in group.names:
             yield name, {**_model(up, fleet), **more, **group.settings}
 

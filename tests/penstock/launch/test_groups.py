@@ -18,8 +18,9 @@ from penstock.infra.process.sockets import CannotListen, listening
 from penstock.launch.deployment import read_args
 from penstock.launch.gateways import gateway_range
 from penstock.launch.groups import PlanError, WorkerFleet, WorkerGroup, assign, fleet_of, gpus_of
-from penstock.launch.machine import gpus, held_run
+from penstock.launch.machine import check_named, gpus, held_run
 from penstock.launch.plan import PlannedProcess, passed, plan, sized
+from penstock.launch.plan import workers as plan_workers
 from penstock.launch.recipes import catalogue
 from penstock.launch.state import CellCounts
 
@@ -252,6 +253,29 @@ def test_gpus_come_from_the_flag_the_environment_or_the_devices(tmp_path: Path) 
     assert gpus((), {"CUDA_VISIBLE_DEVICES": "1,MIG-4c60,-1,0"}, tmp_path) == ("1", "MIG-4c60"), "as CUDA does"
     assert gpus(("2",), {"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("2",)
     assert gpus(("none",), {}, tmp_path) is None
+
+
+def test_gpus_that_are_named_and_not_there_are_refused_instead_of_replaced_by_processors(tmp_path: Path) -> None:
+    native, mock = fleet(engine="native", model=("/m",)).groups, fleet(engine="mock", model=("/m",)).groups
+    for named in ((), ("none",)):
+        check_named(named, native, tmp_path)
+    check_named(("0",), mock, tmp_path)
+    with pytest.raises(PlanError, match=r"--gpus 0,1: there is no GPU here .* leave --gpus out to serve on processors"):
+        check_named(("0", "1"), native, tmp_path)
+    (tmp_path / "nvidia4").touch()  # CUDA counts what it sees from 0
+    check_named(("0",), native, tmp_path)
+    check_named(("GPU-ab", "MIG-4c60"), native, tmp_path)
+    with pytest.raises(PlanError, match=r"--gpus 0,4: there is no GPU 4 here, only GPU 0"):
+        check_named(("0", "4"), native, tmp_path)
+    (tmp_path / "nvidia4").rename(tmp_path / "dxg")
+    check_named(("1",), native, tmp_path)
+
+
+def test_a_native_worker_of_a_named_gpu_starts_on_it_or_not_at_all() -> None:
+    for named, device in (("0",), "cuda"), ((), None), (("none",), None):
+        up = UpSettings(engine="native", model=("/m",), diffusion=1, diffusion_model="/d", gpus=named)
+        found = [settings.get("device") for _, settings in plan_workers(up, fleet_of(up, (), read_args), 8)]
+        assert found == [device] * 2
 
 
 # -- pictures, flags, ports -------------------------------------------------------------------------------------------
