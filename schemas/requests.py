@@ -180,7 +180,7 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the answer's text is parsed. Decided when the request is accepted, so that every gateway does the same.
 
     ``texts``: for formats that do not distinguish text from numbers: by function, the parameters that are text, and
-    whether null is allowed too.
+    whether null is allowed too. For those that do: by function, all parameters, and whether text is allowed.
     """
 
     reasoning: str = ""  # name of the parser; "": reasoning stays in the text

@@ -122,8 +122,8 @@ class CallFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def needs_texts(self) -> bool:
-        """The format does not distinguish text from numbers, so the tools' schemas must."""
-        return self.reader == "notation" or (self.reader == "markup" and self.types == "schema")
+        """The format does not distinguish text from numbers, or models do not, so the tools' schemas must."""
+        return self.reader == "notation" or (self.reader == "markup" and self.types in ("schema", "string"))
 
     @property
     def needs_names(self) -> bool:

@@ -82,6 +82,8 @@ def read_harmony(
                     deltas.reasoning("\n")
                 mark = yield from reader.until(marks.ends, deltas.reasoning)
             else:
+                if deltas.has_content:
+                    deltas.content("\n")
                 mark = yield from reader.until(marks.ends, deltas.content)
         if mark not in marks.openings:
             mark = yield from _opening(reader, marks)

@@ -177,7 +177,7 @@ def _object(
             if not (yield from reader.literal(":")):
                 raise MalformedCall
             yield from reader.space()
-            if key == name_key and not name:
+            if key in (name_key, "name") and not name:
                 name = parse_name((yield from string(reader)))
             elif key in arguments_keys and name and not begun:
                 begun = True

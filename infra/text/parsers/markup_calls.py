@@ -6,7 +6,7 @@ Whether ``5`` is a number or a text is not in most of these formats; the tool's 
 import ast
 import html
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,6 +31,7 @@ _MARKS = re.compile(r"[^\s>]+>?|>")
 _NAME_RUN = re.compile("[^<>\\s\ud800-\udfff]*")
 _ATTRIBUTE = re.compile(r'([\w\-]+)="([^"]*)"')
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.S)
+_WRAPPERS = ("arguments", "input")  # in which models write all arguments as one
 _DEEPEST = 64  # elements within elements; deeper ones could not be written as JSON
 _WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
 
@@ -108,11 +109,19 @@ class _Markup:
                     return ""
                 deltas.content(self._key_begin)
                 break
-            text = texts.get(key.name)
+            text = texts.get(key.name) if self._types == "schema" else None
+            wrapped = False
             if self._types in key.attributes:
                 text = False if key.attributes[self._types] in ("true", "string") else None
-            arguments.key(key.name)
-            complete, mark = yield from self._values.read(reader, deltas, text, key.name)
+                if self._types == "string" and texts:  # the tool's schema is right where the model is not
+                    text = text if texts.get(key.name, True) else None
+                    wrapped = key.name in _WRAPPERS and key.name not in texts and not arguments.begun
+            if wrapped:
+                complete, mark, whole = yield from self._values.whole(reader, deltas, key.name)
+                arguments.unwrap(key.name, whole, texts.keys(), text=text is False)
+            else:
+                arguments.key(key.name)
+                complete, mark = yield from self._values.read(reader, deltas, text, key.name)
             if not complete:
                 return ""
             key = None
@@ -233,6 +242,12 @@ class _Values:
             deltas.arguments(_in(deltas.shown(whole)))
         return complete, mark
 
+    def whole(self, reader: Reader, deltas: DeltaBuilder, key: str) -> Steps[tuple[bool, str, str]]:
+        """As ``read``, with the text of the value, which is not passed on."""
+        parts: list[str] = []
+        complete, mark = yield from self._to_end(reader, parts.append, key)
+        return complete, mark, deltas.shown("".join(parts))
+
     def _to_end(self, reader: Reader, emit: Callable[[str], object], key: str) -> Steps[tuple[bool, str]]:
         value_end = self._end.replace("{key}", key)
         markers = self._markers if value_end == self._end else Markers(value_end, *self._unclosed)
@@ -336,16 +351,34 @@ def _built(children: list[tuple[str, Any]]) -> Any:
 
 
 class _Arguments:
-    """Writes the object around the values."""
+    """Writes the object around the values.
+
+    Attributes:
+        begun: it has members.
+    """
 
     def __init__(self, deltas: DeltaBuilder) -> None:
         self._sink = deltas
-        self._begun = False
+        self.begun = False
 
     def key(self, key: str) -> None:
         """Begin an argument; its value follows."""
-        self._sink.arguments((", " if self._begun else "{") + encode(key).decode() + ": ")
-        self._begun = True
+        self._sink.arguments((", " if self.begun else "{") + encode(key).decode() + ": ")
+        self.begun = True
+
+    def unwrap(self, key: str, whole: str, named: Set[str], *, text: bool) -> None:
+        """Write an argument; if its value is an object of arguments that are ``named``, these in its place."""
+        try:
+            made = msgspec.json.decode(whole.encode())
+        except (msgspec.DecodeError, RecursionError):
+            made = None
+        if isinstance(made, dict) and made.keys() <= named:
+            for name, value in made.items():
+                self.key(name)
+                self._sink.arguments(encode(value).decode())
+        else:
+            self.key(key)
+            self._sink.arguments(encode(whole).decode() if text else _guessed(whole, None))
 
     def end(self) -> None:
-        self._sink.arguments("}" if self._begun else "{}")
+        self._sink.arguments("}" if self.begun else "{}")

@@ -83,7 +83,7 @@ def answer_parsing(
         tools=called,
         thinking=thinking,
         one_call=bool(called) and one_call,
-        texts=_text_parameters(tools or ()) if calls is not None and calls.needs_texts else {},
+        texts=_text_parameters(tools or (), every=calls.types == "string") if calls and calls.needs_texts else {},
         prefilled=continued,
         functions=tuple(_names(tools or ())) if calls is not None and calls.needs_names else (),
     )
@@ -220,8 +220,8 @@ class ContentSearch:
         self._parser.push(self._text.push(token))
 
 
-def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:
-    """Parameters that are text, from the tools' schemas."""
+def _text_parameters(tools: Iterable[dict[str, Any]], *, every: bool) -> TextParameters:
+    """Parameters that are text, from the tools' schemas; with ``every``, all, and whether they may be text."""
     named: TextParameters = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -230,6 +230,8 @@ def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:
         if isinstance(properties, dict) and isinstance(name := function.get("name"), str):
             found = {key: kinds(schema, parameters) for key, schema in properties.items()}
             texts = {key: "null" in each for key, each in found.items() if "string" in each <= {"string", "null"}}
+            if every:
+                texts = {key: "string" in each for key, each in found.items()}
             if texts:
                 named[name] = texts
     return named

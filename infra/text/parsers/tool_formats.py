@@ -11,7 +11,10 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-/]{1,256}")
 FUNCTION_NAME_CHARS = re.compile(r"[A-Za-z0-9_.\-/]*")
 
 TextParameters = dict[str, dict[str, bool]]
-"""Function -> parameter whose value is text even if it looks like JSON -> whether it may be null."""
+"""Function -> parameter whose value is text even if it looks like JSON -> whether it may be null.
+
+Where a format says what is text: function -> parameter -> whether it may be text.
+"""
 
 
 @dataclass(frozen=True)

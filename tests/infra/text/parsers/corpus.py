@@ -258,7 +258,12 @@ MARKUP = [
          "<arg_key>n</arg_key><arg_value>[1, 2]</arg_value></tool_call><tool_call>now\n</tool_call>", "Ok.", "Hm.",
          (("write", '{"path": " a\\n", "n": [1, 2]}'), ("now", "{}")), {"texts": TEXTS}),
     Case("", "glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),
-    # a section that was not opened
+    Case("", "mimo", "<tool_call>\n<function=write>\n<parameter=text>\n a\n</parameter>\n<parameter=n>1</parameter>\n"
+         "</function>\n</tool_call>", None,
+         calls=(("write", '{"text": "\\n a\\n", "n": 1}'),), options={"texts": TEXTS}),
+    # a section that was not opened, or was opened wrongly
+    Case("", "deepseek_v4", '<｜DSML｜toolcalls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+         "</｜DSML｜tool_calls>", None, calls=(("now", "{}"),)),
     Case("", "deepseek_v32", 'So.\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "So.",
          calls=(("now", "{}"),)),
     # elements of one name
@@ -294,6 +299,8 @@ HARMONY = [
          calls=(("a", '{"x": "1\\n2"}'),)),
     Case("gpt_oss", "gpt_oss", '<|channel|>commentary to=functions.a code<|message|>print("1\n2")<|call|>', None,
          calls=(("a", 'print("1\n2")'),)),
+    Case("gpt_oss", "gpt_oss", f"<|channel|>commentary<|message|>I look.<|end|>{_S}<|channel|>final<|message|>It is.",
+         "I look.\nIt is."),
     Case("gpt_oss", "", "<|channel|>final<|message|>Half an ans", "Half an ans"),
     Case("gpt_oss", "", "<|channel|>anal", ""),
     Case("gpt_oss", "", "Plain text.", "Plain text."),
@@ -301,6 +308,8 @@ HARMONY = [
 ]  # fmt: skip
 
 NEMOTRON = [
+    Case("", "command_a", '<|START_ACTION|>{"name": "a", "arguments": {"x": 1}}<|END_ACTION|>', None,
+         calls=(("a", '{"x": 1}'),)),
     Case("", "nemotron_deci", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {WEATHER}}}]</TOOLCALL>', None,
          calls=(("get_weather", WEATHER),)),
     Case("", "nemotron_deci", "<TOOLCALL>[]</TOOLCALL> None fits.", " None fits."),

@@ -418,7 +418,7 @@ def test_an_unknown_name_lists_the_nearest() -> None:
     ("alias", "name"),
     [("openai", "gpt_oss"), ("qwen3_xml", "qwen3_coder"), ("qwen25", "hermes"), ("qwen3_json", "hermes"),
      ("llama4_json", "llama3_json"), ("granite4", "hermes"), ("step3p5", "qwen3_coder"), ("nemotron_v3", "qwen3_coder"),
-     ("ling3", "glm45"), ("poolside_v1", "glm45"), ("mimo", "qwen3_coder"), ("deepseek_v31", "deepseek_v3_1")],
+     ("ling3", "glm45"), ("poolside_v1", "glm45"), ("deepseek_v31", "deepseek_v3_1")],
 )  # fmt: skip
 def test_names_of_other_servers_are_aliases(alias: str, name: str) -> None:
     assert families.tool_call_parser(alias, "") == name

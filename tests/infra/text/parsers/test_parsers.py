@@ -184,6 +184,41 @@ def test_qwen3_coder_calls_are_read_without_some_of_their_marks(text: str) -> No
         assert (content, json.loads(arguments)) == (None, {"p": 1, "q": 2})
 
 
+DSML = [
+    ('days" string="true">3', {"days": 3}),
+    ('days" string="true">some', {"days": "some"}),
+    ('city" string="true">3', {"city": "3"}),
+    ('either" string="true">3', {"either": "3"}),
+    ('arguments" string="false">{"city": "Zürich", "days": 3}', {"city": "Zürich", "days": 3}),
+    ('input" string="true">{"days": 3}', {"days": 3}),
+    ('input" string="false">{"other": 3}', {"input": {"other": 3}}),
+    ('input" string="true">{"other', {"input": '{"other'}),
+    ('other" string="true">3', {"other": "3"}),
+]
+
+
+@pytest.mark.parametrize(("argument", "said"), DSML)
+def test_what_deepseek_calls_text_and_how_it_wraps_arguments_is_put_right_by_the_schema(
+    argument: str, said: dict[str, Any]
+) -> None:
+    either = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    properties = {"city": {"type": "string"}, "days": {"type": "integer"}, "either": either}
+    tool = {"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    for name in ("deepseek_v32", "deepseek_v4"):
+        made = answer_parsing(ParserNames("", name), [tool], lambda count: "", one_call=False)
+        calls = TABLE.calls(name)
+        assert made is not None
+        assert calls is not None
+        written = "".join(
+            f'<｜DSML｜parameter name="{each}</｜DSML｜parameter>\n' for each in (argument, 'unit" string="true">1')
+        )
+        text = f'{calls.section[0]}<｜DSML｜invoke name="f">\n{written}</｜DSML｜invoke>\n{calls.section[1]}'
+        for pieces in ([text], list(text)):
+            parser = parser_for(GenerateRequest("r-1", "m", "g", b"", Stop(9), 0, 0, parsing=made), 0)
+            content, _, ((_, _, arguments),) = streamed(parser, pieces)
+            assert (content, json.loads(arguments)) == (None, {**said, "unit": "1"})
+
+
 @pytest.mark.parametrize("text", ["<tool_call><function=f>\nso", "Use <function=x>.", "<tool_call>f\n<arg_key>"])
 def test_a_tag_that_nothing_of_a_call_follows_is_text(text: str) -> None:
     for tools in ("qwen3_coder", "glm45"):
