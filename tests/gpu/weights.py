@@ -376,13 +376,18 @@ def said(driver: Driver, base: bytes = ROOT) -> list[list[int]]:
     return [driver.answer(contract_ask(number, WORDS[number : number + 100], 32, base=base)) for number in range(4)]
 
 
+def running_tokens(small: bool) -> int:
+    """Of an answer that still runs when new weights are read: a GPU makes 250 a second, reading takes one second."""
+    return 96 if small else 1500
+
+
 def of_package(engine: str, one: Path, two: Path, *, small: bool) -> tuple[dict[str, Any], dict[str, bool]]:
     drivers = list[Driver]()
     timed("start", lambda: drivers.append(started(engine, one, small=small)))
     driver, second = drivers[0], b"the second revision"
     weights, before = driver.engine.weights, said(driver)
     assert weights is not None
-    driver.engine.submit(contract_ask("runs", WORDS[:100], 96))
+    driver.engine.submit(contract_ask("runs", WORDS[:100], running_tokens(small)))
     driver.until(lambda: len(driver.seen.of("runs")) > 8, "some tokens")
     timed("  read and checked, while the engine computes", lambda: weights.read(two))
     running = len(driver.seen.of("runs"))
@@ -415,7 +420,7 @@ def of_package(engine: str, one: Path, two: Path, *, small: bool) -> tuple[dict[
 def fresh(asked: argparse.Namespace) -> bool:
     driver = started(asked.engine, Path(asked.fresh), small=asked.small)
     kept = json.loads(asked.kept)
-    rest = driver.answer(contract_ask("runs", WORDS[:100], 96, generated=kept))
+    rest = driver.answer(contract_ask("runs", WORDS[:100], running_tokens(asked.small), generated=kept))
     print(json.dumps({"answers": said(driver), "rest": rest}), flush=True)
     driver.engine.close()
     return True
