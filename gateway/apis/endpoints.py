@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
-from penstock.gateway.apis.chat.segments import SegmentedAnswer, SegmentRenderer, WholeAnswer
+from penstock.gateway.apis.chat.segments import EndedNs, SegmentedAnswer, SegmentRenderer, WholeAnswer, unknown
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
@@ -231,9 +231,12 @@ class Renderer(_Answer, Protocol):
     def fail(self, error: ServingError, *, finished: bool = True) -> bytes: ...
 
 
-def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, late: bool = False) -> Aggregator:
+def aggregator_for(
+    request: GenerateRequest, detokenizer: Detokenizer | None, *, late: bool = False, ended_ns: EndedNs = unknown
+) -> Aggregator:
     """
     Args:
+        ended_ns: when the answer ended, once it has; Unix time.
         detokenizer: of its model; None: it makes vectors.
         late: log-probabilities of the prompt may have expired, and the time is not that of the answer.
     """
@@ -242,15 +245,22 @@ def aggregator_for(request: GenerateRequest, detokenizer: Detokenizer | None, *,
     assert detokenizer is not None
     body = _WHOLE.get(request.endpoint)
     if body is not None:
-        return WholeAnswer(request, detokenizer, body)
+        return WholeAnswer(request, detokenizer, body, ended_ns)
     if request.endpoint in OLLAMA:
         return WholeOllama(request, detokenizer, None if late else time.time_ns)
     return AnswerAggregator(request, detokenizer, late=late)
 
 
-def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, include_usage: bool = False) -> Renderer:
+def renderer_for(
+    request: GenerateRequest,
+    detokenizer: Detokenizer | None,
+    *,
+    include_usage: bool = False,
+    ended_ns: EndedNs = unknown,
+) -> Renderer:
     """
     Args:
+        ended_ns: as of ``aggregator_for``.
         detokenizer: of its model; None: it makes vectors.
         include_usage: of chat and text completions; the others always have it.
     Raises:
@@ -264,7 +274,7 @@ def renderer_for(request: GenerateRequest, detokenizer: Detokenizer | None, *, i
     if request.endpoint == COMPACTION:
         raise unsupported("stream", "compactions are not streamed: read the answer with GET /v1/requests/" + request.id)
     if request.endpoint == RESPONSE:
-        return SegmentRenderer(request, detokenizer, ResponseEvents(request, detokenizer))
+        return SegmentRenderer(request, detokenizer, ResponseEvents(request, detokenizer), ended_ns)
     if request.endpoint == MESSAGE:
         return SegmentRenderer(request, detokenizer, MessageEvents(request))
     if request.endpoint in OLLAMA:

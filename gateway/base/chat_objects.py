@@ -89,6 +89,7 @@ class AnswerMessage(Struct, frozen=True):
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
     tool_calls: list[CallMessage] | UnsetType = UNSET
+    refusal: None = None  # OpenAI's schema requires it
 
 
 def message_of(whole: Delta, names: Sequence[str] = (), *, hidden: bool = False) -> AnswerMessage:

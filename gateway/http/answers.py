@@ -218,9 +218,14 @@ async def answer_text(gateway: Gateway, accepted: HttpExchange) -> str:
     try:
         request, include_usage = inflight.request, prepared.include_usage
         if request.fallbacks:
-            renderer = await gateway.renderer(request, include_usage=include_usage)
+            renderer = await gateway.renderer(request, include_usage=include_usage, ended_ns=lambda: inflight.ended_ns)
         else:
-            renderer = renderer_for(request, await gateway.fleet.detokenizer(request), include_usage=include_usage)
+            renderer = renderer_for(
+                request,
+                await gateway.fleet.detokenizer(request),
+                include_usage=include_usage,
+                ended_ns=lambda: inflight.ended_ns,
+            )
     except BaseException:
         responder.leave()
         raise
@@ -248,7 +253,7 @@ class Reattach:
             if request.diffusion is not None:
                 await self._images(request, last, scope, receive, send)
                 return
-            renderer = await gateway.renderer(request)
+            renderer = await gateway.renderer(request, ended_ns=lambda: inflight.ended_ns)
             if last:
                 renderer.resume(last)
             inflight = await gateway.attach(request, record)

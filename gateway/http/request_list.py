@@ -187,11 +187,11 @@ async def status_of(gateway: Gateway, stored: StoredRequest, base_url: str) -> S
     request, record = stored
     if record is None:
         return await _running(gateway, request, base_url)
-    collector = await _collector(gateway, request, late=not is_whole(record))
+    collector = await _collector(gateway, request, late=not is_whole(record), ended_ns=record.timings.ended_ns)
     if is_whole(record) or not await _collected(gateway, request, collector):
         if request.no_store and not is_whole(record):
             return await _incomplete(gateway, request, record, base_url)
-        collector = await _collector(gateway, request, late=not is_whole(record))
+        collector = await _collector(gateway, request, late=not is_whole(record), ended_ns=record.timings.ended_ns)
         collector.push(done.items(record))
     status = await _ended(request, collector, base_url)
     tokens = record.usage.completion if not has_output(record) else status.output_tokens
@@ -236,7 +236,7 @@ async def _incomplete(gateway: Gateway, request: GenerateRequest, record: done.D
                 _status(request, "running"), worker=record.worker, attempt=record.attempt, output_tokens=tokens
             )
         again.complete([last_item(record)])
-    collector = await _collector(gateway, request, late=True)
+    collector = await _collector(gateway, request, late=True, ended_ns=record.timings.ended_ns)
     collector.push(again.available())
     status = await _ended(request, collector, base_url)
     return msgspec.structs.replace(status, worker=record.worker, attempt=record.attempt)
@@ -293,14 +293,19 @@ def _status(request: GenerateRequest, state: State) -> Status:
     )
 
 
-async def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Aggregator | ImageAggregator:
+async def _collector(
+    gateway: Gateway, request: GenerateRequest, *, late: bool, ended_ns: int = 0
+) -> Aggregator | ImageAggregator:
     """
+    Args:
+        ended_ns: when it ended; 0: just now, if it has.
     Raises:
         ServingError: model_unavailable.
     """
     if request.diffusion is not None:
         return ImageAggregator(request)
-    return aggregator_for(request, await gateway.fleet.detokenizer(request), late=late)
+    ended_ns = ended_ns or gateway.bus.clock.now_ns()
+    return aggregator_for(request, await gateway.fleet.detokenizer(request), late=late, ended_ns=lambda: ended_ns)
 
 
 async def _result(collector: Aggregator | ImageAggregator, base_url: str) -> msgspec.Raw:

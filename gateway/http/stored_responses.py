@@ -104,7 +104,7 @@ class StoredResponses:
             if request.query_params.get("stream") != "true":
                 await _reply(_json(await current_response(self._gateway, found)))(scope, receive, send)
                 return
-            renderer = await self._gateway.renderer(found.request)
+            renderer = await self._gateway.renderer(found.request, ended_ns=lambda: inflight.ended_ns)
             after = request.query_params.get("starting_after") or request.headers.get("last-event-id")
             if after:
                 renderer.resume(after)
@@ -194,10 +194,11 @@ async def current_response(gateway: Gateway, found: StoredRequest) -> ResponseOb
     if record is None:
         request = await gateway.as_run(request)
     detokenizer = await _detokenizer(gateway, request)
-    whole = WholeAnswer(request, detokenizer, response)
+    ended_ns = record.timings.ended_ns if record is not None else gateway.bus.clock.now_ns()  # it has ended just now
+    whole = WholeAnswer(request, detokenizer, response, lambda: ended_ns)
     if record is not None:
         whole.push(done.items(record))
-        return response(request, whole.answer, record.timings.ended_ns)
+        return response(request, whole.answer)
     progress = await running_progress(gateway, request, whole)
     if progress is None:
         return response(request, whole.answer)

@@ -343,7 +343,12 @@ class AnswerDelivery:
         inflight = await self._gateway.attach(request, whole=record is not None)
         if record is None or not usable or inflight.ended:
             return inflight, None
-        collector = aggregator_for(request, await self._gateway.fleet.detokenizer(request), late=True)
+        collector = aggregator_for(
+            request,
+            await self._gateway.fleet.detokenizer(request),
+            late=True,
+            ended_ns=lambda: record.timings.ended_ns,
+        )
         collector.push(items(record))
         try:
             return inflight, DeliveredMessage(0, await encode_answer(collector), record=True)

@@ -83,7 +83,7 @@ class Completion:
         """Give an in-flight request the rest of its answer."""
         if has_output(record):
             log.info("answer_completed_from_record", request=record.request, tokens=record.usage.completion)
-            inflight.complete(done.items(record), done.fallback_of(record))
+            inflight.complete(done.items(record), done.fallback_of(record), record.timings.ended_ns)
         elif not inflight.request.no_store:
             if self._is_news(record.request):
                 log.error("answer_lost", request=record.request, left_out=record.left_out)
@@ -106,7 +106,7 @@ class Completion:
                 inflight.request = again.request
             if not again.fold.open:
                 log.info("answer_completed_from_tokens", request=record.request, tokens=record.usage.completion)
-                inflight.complete(items)
+                inflight.complete(items, ended_ns=record.timings.ended_ns)
             elif time.monotonic() > until:
                 if not record.code and self._is_news(record.request):  # otherwise it has ended with an error
                     log.error("answer_lost", request=record.request, tokens=record.usage.completion)

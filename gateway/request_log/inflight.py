@@ -49,6 +49,7 @@ class InflightRequest:
         earlier_workers: those that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are on disk.
         stored_seq: the sequence of its message in REQUESTS; 0: unknown, or its content is not there.
+        ended_ns: when the log got the latest end of a choice, Unix time; 0: none has ended.
         stored_link: the number of reconnects when the broker acknowledged that message.
         polls: of the queues, that had ended when it was accepted; -1: it was not accepted here.
         paid: the charge to its API key's limits, until it ends. None: nothing.
@@ -74,6 +75,7 @@ class InflightRequest:
         "cancel_sent",
         "cancelling",
         "earlier_workers",
+        "ended_ns",
         "fold",
         "kept",
         "limit",
@@ -101,7 +103,7 @@ class InflightRequest:
         self.behind = False
         self.seq = 0
         self.cancel_sent = 0.0
-        self.stored_seq = self.stored_link = 0
+        self.stored_seq = self.stored_link = self.ended_ns = 0
         self.polls = -1
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None
@@ -273,12 +275,14 @@ class InflightRequest:
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    def complete(self, items: Iterable[TokenItem], fallback: int = 0) -> None:
+    def complete(self, items: Iterable[TokenItem], fallback: int = 0, ended_ns: int = 0) -> None:
         """Add the missing items from the request's record (``penstock.schemas.done.items``).
 
         Args:
+            ended_ns: when it ended by that record.
             fallback: the fallback that they are of, as in ``GenerateRequest``; 0: none.
         """
+        self.ended_ns = self.ended_ns or ended_ns
         parts = [part for item in items for part in _parts(item)]
         for part in parts:
             if part.finish is not None and part.finish.code:

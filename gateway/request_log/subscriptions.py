@@ -84,6 +84,8 @@ class _Pass:
                 for inflight in list(readers):
                     if item.tokens and batch.worker != inflight.worker and seq > inflight.seq:
                         inflight.note_worker(batch.worker, item.attempt)
+                    if item.finish is not None:
+                        inflight.ended_ns = entry.time_ns
                     if seq > inflight.seq and not inflight.feed_past(item, seq):
                         self.remove(inflight)
         self.seq, self.last = seq, entry
@@ -303,6 +305,8 @@ class TokenSubscription:
                 for inflight in readers:
                     if item.tokens and worker != inflight.worker:
                         inflight.note_worker(worker, item.attempt)
+                    if item.finish is not None:
+                        inflight.ended_ns = entry.time_ns
                     inflight.feed(item, seq)
 
 

@@ -450,7 +450,7 @@ class Cell:
         inflight = InflightRequest(request, bounded=not whole, last_attempt=last_attempt)
         inflight.turns = self._turns
         if record is not None and is_whole(record) and (request.n == 1 or not ordered):
-            inflight.complete(done.items(record))
+            inflight.complete(done.items(record), ended_ns=record.timings.ended_ns)
             return inflight
         if record is None:
             self.verdicts.follow(inflight)

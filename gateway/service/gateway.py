@@ -22,6 +22,7 @@ from penstock.gateway.admission.idempotency import Claim, reclaim
 from penstock.gateway.admission.queues import check_tenant, waiting_of
 from penstock.gateway.admission.rate_limits.limiter import Limiter
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
+from penstock.gateway.apis.chat.segments import EndedNs, unknown
 from penstock.gateway.apis.endpoints import Aggregator, Renderer, UndecidedRenderer, aggregator_for, renderer_for
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.apis.responses.objects import InputTokens
@@ -464,24 +465,28 @@ class Gateway:
         """
         items = await inflight.take()
         request = inflight.request
-        collector = aggregator_for(request, await self.fleet.detokenizer(request))
+        collector = aggregator_for(request, await self.fleet.detokenizer(request), ended_ns=lambda: inflight.ended_ns)
         while not collector.push(items):
             items = await inflight.take()
         return collector
 
-    async def renderer(self, request: GenerateRequest, *, include_usage: bool = True) -> Renderer:
+    async def renderer(
+        self, request: GenerateRequest, *, include_usage: bool = True, ended_ns: EndedNs = unknown
+    ) -> Renderer:
         """Renders the answer of a request as events.
 
         Args:
-            include_usage: as of ``renderer_for``.
+            include_usage, ended_ns: as of ``renderer_for``.
         Raises:
             ServingError: unsupported: it has no events; model_unavailable: its model cannot be read here.
         """
         if not request.fallbacks:
-            return renderer_for(request, await self.fleet.detokenizer(request), include_usage=include_usage)
+            detokenizer = await self.fleet.detokenizer(request)
+            return renderer_for(request, detokenizer, include_usage=include_usage, ended_ns=ended_ns)
         detokenizer_of = await self.fleet.detokenizers(request)
         return UndecidedRenderer(
-            request, lambda chosen: renderer_for(chosen, detokenizer_of(chosen), include_usage=include_usage)
+            request,
+            lambda chosen: renderer_for(chosen, detokenizer_of(chosen), include_usage=include_usage, ended_ns=ended_ns),
         )
 
     def stop(self) -> None:

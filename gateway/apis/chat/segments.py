@@ -67,15 +67,26 @@ class SegmentChange(NamedTuple):
     scored: tuple[Scored, ...] = ()
 
 
+EndedNs = Callable[[], int]
+
+
+def unknown() -> int:
+    """As an answer's end: that is not known here."""
+    return 0
+
+
 class SegmentedAnswer:
     """Reads the answer of a request with one choice.
 
+    Args:
+        ended_ns: when it ended, once it has; Unix time.
     Attributes:
         segments: so far.
     """
 
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
+    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer, ended_ns: EndedNs = unknown) -> None:
         self.detokenizer = detokenizer
+        self.ended_ns = ended_ns
         self._state = AnswerState(request, detokenizer)
         self._choice = self._state.choices[0]
         self._parser = self._choice.parser
@@ -218,9 +229,10 @@ class WholeAnswer:
         request: GenerateRequest,
         detokenizer: Detokenizer,
         body: Callable[[GenerateRequest, SegmentedAnswer], Any],
+        ended_ns: EndedNs = unknown,
     ) -> None:
         self._request = request
-        self.answer = SegmentedAnswer(request, detokenizer)
+        self.answer = SegmentedAnswer(request, detokenizer, ended_ns)
         self._body = body
 
     @property
@@ -269,9 +281,15 @@ class SegmentEvents(Protocol):
 class SegmentRenderer:
     """A streamed answer, as the events of one API."""
 
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer, events: SegmentEvents) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        detokenizer: Detokenizer,
+        events: SegmentEvents,
+        ended_ns: EndedNs = unknown,
+    ) -> None:
         self._events = events
-        self._answer = SegmentedAnswer(request, detokenizer)
+        self._answer = SegmentedAnswer(request, detokenizer, ended_ns)
         self._writer = EventWriter()
         self._begun = self._closed = False
 

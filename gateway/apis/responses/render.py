@@ -75,7 +75,7 @@ class ResponseBuilder:
             usage=usage,
             error=_error(error) if error is not None and status == "failed" else None,
             incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
-            completed_at=ended_ns // 1_000_000_000 or None,
+            completed_at=(ended_ns // 1_000_000_000 or None) if status == "completed" else None,
             background=bool(asked.background),
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
@@ -167,9 +167,9 @@ _json = msgspec.json.Encoder().encode
 _ENDS = {"completed": "response.completed", "incomplete": "response.incomplete", "failed": "response.failed"}
 
 
-def response(request: GenerateRequest, answer: SegmentedAnswer, ended_ns: int = 0) -> Response:
+def response(request: GenerateRequest, answer: SegmentedAnswer) -> Response:
     """The response as it ended, also if it failed."""
-    return _result(ResponseBuilder(request, answer.detokenizer), answer, ended_ns)
+    return _result(ResponseBuilder(request, answer.detokenizer), answer)
 
 
 class ResponseEvents:
@@ -252,7 +252,7 @@ class ResponseEvents:
             self._end(writer, answer.segments[-1], "incomplete")
         status = ended_status(answer)
         # No event says that a response was cancelled; clients know "response.failed" and read the status.
-        _event(writer, _ENDS.get(status, "response.failed"), response=_result(self._builder, answer, 0))
+        _event(writer, _ENDS.get(status, "response.failed"), response=_result(self._builder, answer))
 
     def _state(self, status: Status) -> Response:
         return self._builder.response(status)
@@ -269,14 +269,14 @@ def _event(writer: EventWriter, kind: str, **fields: Any) -> None:
     writer.write(kind.encode(), data)
 
 
-def _result(builder: ResponseBuilder, answer: SegmentedAnswer, ended_ns: int) -> Response:
+def _result(builder: ResponseBuilder, answer: SegmentedAnswer) -> Response:
     status = ended_status(answer)
     segments = answer.segments
     items = builder.items(segments)
     if not segments and answer.error is None:
         items = [builder.item(_empty_message(), "completed")]
     usage = usage_of(answer.usage, answer.reasoning_tokens)
-    return builder.response(status, items, usage, answer.error, ended_ns)
+    return builder.response(status, items, usage, answer.error, answer.ended_ns())
 
 
 def _empty_message() -> Segment:

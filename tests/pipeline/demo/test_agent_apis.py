@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,25 @@ async def test_a_response_has_the_answer_and_what_it_took(asking: openai.AsyncOp
     assert response.usage is not None
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     assert response.temperature == 0
+
+
+async def test_a_response_says_when_it_was_completed_however_it_is_read(asking: openai.AsyncOpenAI) -> None:
+    """From the record it is the time of the worker's clock, otherwise of the broker's."""
+    options: Any = {"model": "demo", "input": "What is 347 + 586?", "temperature": 0}
+    began = int(time.time())
+    whole = await asking.responses.create(**options)
+    *_, last = [event async for event in await asking.responses.create(**options, stream=True)]
+    assert last.type == "response.completed"
+    ended = time.time()
+    again, stream = await asking.responses.retrieve(whole.id), await asking.responses.retrieve(whole.id, stream=True)
+    *_, replayed = [event async for event in stream]
+    assert replayed.type == "response.completed"
+    background = await asking.responses.create(**options, background=True)
+    assert background.completed_at is None
+    for each in (whole, last.response, again, replayed.response):
+        assert each.completed_at is not None
+        assert began <= each.created_at <= each.completed_at <= ended
+    assert replayed.response.completed_at == whole.completed_at
 
 
 async def test_a_call_and_its_result_make_a_conversation(asking: openai.AsyncOpenAI) -> None:

@@ -144,6 +144,17 @@ def test_what_was_cut_off_is_incomplete() -> None:
     assert [item["status"] for item in body["output"]] == ["completed", "incomplete"]
 
 
+@pytest.mark.parametrize(("finish", "completed_at"), [(STOP, 1_700_000_000), (LENGTH, None)])
+def test_only_a_completed_response_says_when_it_was_completed(finish: Finish, completed_at: int | None) -> None:
+    made, given = asked(), items("Look", finish)
+    renderer = SegmentRenderer(made, DETOKENIZER, ResponseEvents(made, DETOKENIZER), lambda: 1_700_000_000_900_000_000)
+    answer = WholeAnswer(made, DETOKENIZER, response, lambda: 1_700_000_000_900_000_000)
+    answer.push(given)
+    assert json.loads(answer.response())["completed_at"] == completed_at
+    first, *_, last = events_of(renderer.push(given))
+    assert [each["response"]["completed_at"] for each in (first, last)] == [None, completed_at]
+
+
 def test_an_answer_without_text_is_an_empty_message() -> None:
     body = whole(asked(), items(""))
     assert body["output"][0]["content"][0]["text"] == ""
