@@ -14,7 +14,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model.modeldir import TINY
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.schemas import control, wire
+from penstock.schemas import control, fleet, wire
 from penstock.schemas.jobs import Stage
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
@@ -155,6 +155,47 @@ async def test_a_stop_while_the_engine_is_loading_does_not_wait_for_it(
     assert ended == [0]
     assert not log.registrations
     loads.set()
+    await eventually(lambda: held.closes)
+
+
+async def test_while_weights_change_the_lease_is_kept_and_a_stop_returns_what_waits_in_time(
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that load or sleep hold the engine thread, for minutes where models are large."""
+    began, changed, held, ended = threading.Event(), threading.Event(), engine(), list[int]()
+
+    def sleep() -> None:
+        began.set()
+        assert changed.wait(60)
+
+    monkeypatch.setattr(module, "build_engine", lambda *_: held)
+    monkeypatch.setattr(held.weights, "sleep", sleep)
+    url, namespace = broker.url("operator"), log.bus.subjects.namespace
+    settings = WorkerSettings(nats_url=url, namespace=namespace, engine="mock", model=str(TINY), drain_s=DRAIN_S)
+    worker = WorkerProcess(settings, module.TokenBackend, ended.append)
+    serving = asyncio.create_task(worker.serve())
+    try:
+        await eventually(lambda: worker.session is not None and log.registered(worker.session.id) is not None)
+        assert worker.session is not None
+        name = worker.session.id
+        resting = asyncio.create_task(worker.session.rest(control.Sleep(within_s=10)))
+        await eventually(began.is_set)
+        waiting = request(model="tiny")
+        await log.send_job(name, waiting)
+        await asyncio.sleep(fleet.LEASE_S + 0.5)  # the lease would have expired
+        assert log.registered(name) is not None
+        assert worker.session is not None
+        assert worker.session.id == name
+        asked_at = time.monotonic()
+        worker._stopping.ask()
+        assert await asyncio.wait_for(serving, BOUND_S) == 0
+        assert time.monotonic() - asked_at < BOUND_S
+        assert ended == [0]  # the thread is not waited for
+        assert (await log.handed_back(waiting)).reason == "draining"
+        assert log.registered(name) is None
+    finally:
+        changed.set()
+        resting.cancel()
     await eventually(lambda: held.closes)
 
 
