@@ -296,7 +296,14 @@ _BURST_BYTES = 64 << 10  # after reading more than this, there is no pause
 
 Handler = Callable[[Frame], None]
 
-_LATE_LOGIN = "authentication timeout"  # the server waits two seconds for it
+# A new login may succeed: this one was late because the link stalled, the credentials' file has been replaced since, or
+# the server's configuration is repaired. nats-py would close the connection for good.
+_NEW_LOGIN = ("authentication timeout", "authorization violation", "authentication expired", "authentication revoked")
+
+
+def asks_for_login(text: str) -> bool:
+    """Whether an error of the server means that it does not accept this client's login, now or any more."""
+    return any(each in text.lower() for each in _NEW_LOGIN)
 
 
 class BusClient(Client):  # type: ignore[misc]  # untyped
@@ -387,10 +394,9 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         await super()._close(status, do_cbs)
 
     async def _process_err(self, err_msg: str) -> None:
-        if _LATE_LOGIN not in err_msg.lower():
+        if not asks_for_login(err_msg):
             await super()._process_err(err_msg)
             return
-        # The login was late because the link stalled; a new link may work. nats-py would close the connection for good.
         error = Error(f"nats: {err_msg.strip()}")
         if not self.is_connected:
             raise error  # only this attempt to connect has failed

@@ -21,7 +21,7 @@ import structlog
 from nats.errors import SlowConsumerError, UnexpectedEOF
 from nats.js import JetStreamContext
 
-from penstock.infra.bus.client import BusClient
+from penstock.infra.bus.client import BusClient, asks_for_login
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.tasks import Failed, Tasks
 from penstock.schemas.errors import Code, ServingError
@@ -33,6 +33,7 @@ log = structlog.get_logger("bus")
 EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process again
 CONNECT_S = 10.0
 CLOSE_S = 3.0
+LOGIN_S = 30.0  # of refused logins; then the process ends, as a new start may be given other credentials
 MAX_CONTROL_LINE = 4096  # nats-server's default
 DROPPED_S = 0.25
 # In a cluster, a client leaves a hanging server after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed
@@ -90,6 +91,7 @@ class Bus:
         self.user = ""
         self.on_refused: list[Refused] = []
         self._logged_errors: dict[str, float] = {}  # by kind: when it was logged
+        self._refused_since: float | None = None  # every login since then was refused
 
     async def __aenter__(self) -> "Bus":
         return self
@@ -159,13 +161,21 @@ class Bus:
         if isinstance(error, SlowConsumerError) and self._opened:
             self.recover_soon()
         note_refusal(error, self.on_refused)
+        if asks_for_login(text) and self._opened and not self.closing:
+            self._refused_since = now if self._refused_since is None else self._refused_since
+            if now - self._refused_since >= LOGIN_S:
+                self._end(f"the broker refuses the login: {why_unreachable(error)}")
 
     async def _on_closed(self) -> None:
         if self._opened and not self.closing:
-            log.error("bus_closed", action="exiting; the supervisor starts this process again")
-            self._end_process(EXIT_BROKER_LOST)
+            self._end(str(self.nc.last_error or "closed"))
+
+    def _end(self, why: str) -> None:
+        log.error("bus_closed", why=why, action="exiting; the supervisor starts this process again")
+        self._end_process(EXIT_BROKER_LOST)
 
     async def _on_reconnected(self) -> None:
+        self._refused_since = None
         log.info("bus_reconnected")
         if self._opened:
             self.recover()

@@ -6,16 +6,19 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
+import structlog.testing
 
 from penstock.cli.commands import main
+from penstock.infra.bus import connection
 from penstock.infra.bus.audit import broker_user
 from penstock.infra.bus.connection import connect
 from penstock.infra.nats_server.binary import find_server
@@ -34,10 +37,15 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="need
 
 
 @asynccontextmanager
-async def served(folder: Path, port: int, text: str) -> AsyncIterator[None]:
-    """A nats-server with this configuration."""
+async def served(folder: Path, port: int, text: str) -> AsyncIterator[Callable[[str], None]]:
+    """A nats-server with this configuration, and what has it read another one."""
     conf = folder / "nats.conf"
     conf.write_text(f'listen: "127.0.0.1:{port}"\n{text}', encoding="utf-8")
+
+    def reload(text: str) -> None:
+        conf.write_text(f'listen: "127.0.0.1:{port}"\n{text}', encoding="utf-8")
+        server.send_signal(signal.SIGHUP)
+
     with (folder / "nats.log").open("ab") as log:
         server = subprocess.Popen(  # noqa: ASYNC220
             [find_server(), "-c", conf], stdout=log, stderr=log, preexec_fn=die_with_parent()
@@ -54,7 +62,7 @@ async def served(folder: Path, port: int, text: str) -> AsyncIterator[None]:
 
     try:
         await until(listens, "the server listens")
-        yield
+        yield reload
     finally:
         server.terminate()
         server.wait(30)
@@ -95,6 +103,30 @@ async def test_a_client_certificate_and_the_own_authority_come_from_files(
         monkeypatch.setenv("PENSTOCK_SYS_NATS_CERT", str(client[0]))
         monkeypatch.setenv("PENSTOCK_SYS_NATS_KEY", str(client[1]))
         await works(url, "sys")
+
+
+async def test_a_user_whose_password_the_broker_forgets_for_a_moment_logs_in_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration that was wrong for a moment costs no restart, which loads a model again; a lasting one does."""
+    ended: list[int] = []
+    right, wrong = (f'authorization {{ user: w, password: "{password}" }}\n' for password in ("right", "wrong"))
+    port = free_port()
+    async with served(tmp_path, port, right) as reload:
+        url = f"nats://w:right@127.0.0.1:{port}"
+        async with await connect(url, role="operator", name="x", end_process=ended.append) as bus:  # type: ignore[arg-type]
+            reload(wrong)
+            await eventually(lambda: not bus.connected)
+            reload(right)
+            await eventually(lambda: bus.connected)
+            assert not ended
+            monkeypatch.setattr(connection, "LOGIN_S", 0.0)
+            with structlog.testing.capture_logs() as logged:
+                reload(wrong)
+                await eventually(lambda: ended)
+            assert set(ended) == {75}
+            why, *_ = [each["why"] for each in logged if each["event"] == "bus_closed"]
+            assert why.startswith("the broker refuses the login: ")
 
 
 @needs_openssl
