@@ -25,7 +25,7 @@ from penstock.gateway.nats.services import NatsApi
 from penstock.gateway.service.gateway import CellLink, Gateway, named_models
 from penstock.gateway.service.model_store import report_ignored
 from penstock.infra.bus import loop_lag
-from penstock.infra.bus.connection import Bus, connect, connect_while_running
+from penstock.infra.bus.connection import START_S, Bus, connect, connect_while_running
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Stop, StoppedEarly, count_tasks, end
 from penstock.infra.metrics.scope import process_scope
@@ -281,7 +281,7 @@ async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:
         "skip_subject_validation": True,
     }
     if not cell:
-        bus = await connect(url, **options)
+        bus = await connect(url, wait_s=START_S, **options)
         publisher = Publisher(bus)
         await _use(bus, publisher)
         return CellLink(bus, publisher)

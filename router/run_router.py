@@ -13,7 +13,7 @@ from penstock.configs import logs
 from penstock.configs.settings import RouterSettings, named
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.audit import Auditor, Watch
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import START_S, Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.stream_fill import StreamMetrics
@@ -62,6 +62,7 @@ async def _serve(settings: RouterSettings, users: Mapping[str, str]) -> int:
         role="router",
         name=f"router:{settings.name}",
         namespace=settings.namespace,
+        wait_s=START_S,
         skip_subject_validation=True,
         on_fatal=stop.failed,
     )

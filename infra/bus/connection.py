@@ -32,6 +32,9 @@ log = structlog.get_logger("bus")
 
 EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process again
 CONNECT_S = 10.0
+# How long a process that serves waits for its broker: where all start at once, the broker's pod may need minutes. Each
+# failed start would double the time until Kubernetes tries again, up to five minutes.
+START_S = 120.0
 CLOSE_S = 3.0
 LOGIN_S = 30.0  # of refused logins; then the process ends, as a new start may be given other credentials
 MAX_CONTROL_LINE = 4096  # nats-server's default
@@ -356,6 +359,7 @@ async def connect(
     name: str,
     namespace: str = "ps",
     timeout: float = CONNECT_S,
+    wait_s: float = 0.0,
     end_process: Callable[[int], NoReturn] = os._exit,
     on_fatal: Failed | None = None,
     **options: Any,
@@ -366,17 +370,31 @@ async def connect(
         url: one or more servers, comma-separated, with credentials.
         role: the broker user's role; names the private inbox that its permissions allow.
         name: shown in the broker's monitoring and in its disconnect events.
+        wait_s: how long to wait, if more than ``timeout``, for a server that is not there or has no name yet.
+            A server that refuses the login or has another certificate is not waited for.
         end_process: called with an exit status when nats-py has closed the connection for good.
         on_fatal: called when a background task failed; stops the process in order (``Stop.failed``).
         options: of nats-py's ``connect``; they take precedence over the ones chosen here.
     Raises:
-        ServingError: no server answered within ``timeout`` seconds, or it refused the credentials, or they are missing.
+        ServingError: no server answered in this time, or it refused the credentials, or they are missing.
     """
     link = _Link(url, role, name, namespace, end_process, on_fatal, options)
+    wait_s = max(timeout, wait_s)
+    opening = asyncio.ensure_future(link.bus.nc.connect_within(wait_s, link.urls, **link.options))
     try:
-        await link.bus.nc.connect_within(timeout, link.urls, **link.options)
+        await asyncio.wait([opening], timeout=timeout)
+        if not opening.done() and wait_s > timeout:
+            failed = link.failed(TimeoutError(), timeout)
+            if isinstance(link.bus.last_error, ssl.SSLError) or asks_for_login(repr(link.bus.last_error)):
+                raise failed
+            log.warning("broker_awaited", why=str(failed), wait_s=wait_s)
+        await opening
+    except ServingError:
+        raise
     except Exception as error:
-        raise link.failed(error, timeout) from None
+        raise link.failed(error, wait_s) from None
+    finally:
+        opening.cancel()
     link.opened()
     return link.bus
 

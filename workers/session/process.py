@@ -26,7 +26,7 @@ from faststream.specification import AsyncAPI
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus import loop_lag
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import START_S, Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker, Subscriber
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import StoppedEarly, count_tasks, unless
@@ -299,6 +299,7 @@ class WorkerProcess:
                 role="worker",
                 name=connection,
                 namespace=settings.namespace,
+                wait_s=START_S,
                 skip_subject_validation=True,
                 on_fatal=self._task_failed,
             )

@@ -129,6 +129,20 @@ async def test_a_user_whose_password_the_broker_forgets_for_a_moment_logs_in_aga
             assert why.startswith("the broker refuses the login: ")
 
 
+async def test_a_broker_that_comes_late_is_waited_for_and_one_that_refuses_the_login_is_not(tmp_path: Path) -> None:
+    """Processes that ended after 10 s were started again by Kubernetes later and later."""
+    port = free_port()
+    with structlog.testing.capture_logs() as logged:
+        url = f"nats://w:right@127.0.0.1:{port}"
+        opening = asyncio.create_task(connect(url, role="operator", name="x", timeout=0.05, wait_s=60))
+        await eventually(lambda: any(each["event"] == "broker_awaited" for each in logged))
+    async with served(tmp_path, port, 'authorization { user: w, password: "right" }\n'):
+        async with asyncio.timeout(20), await opening as bus:
+            assert bus.connected
+        with pytest.raises(ServingError, match="Authorization Violation"):
+            await connect(url.replace("right", "wrong"), role="operator", name="x", timeout=1, wait_s=600)
+
+
 @needs_openssl
 async def test_certificates_that_were_replaced_are_used_at_the_next_connect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
