@@ -392,7 +392,7 @@ async def test_a_worker_records_a_trace_of_its_steps_while_it_answers(
         async with asyncio.TaskGroup() as asking:
             asking.create_task(ask())
             asking.create_task(ask())
-            flags = ["--worker", worker, "--seconds", "1", "--data-dir", str(demo.data_dir)]
+            flags = ["--worker", worker, "--seconds", "0.1", "--data-dir", str(demo.data_dir)]
             status = await asyncio.to_thread(kernels.run, flags)
             recorded.set()
     assert status == 0, capsys.readouterr().err
