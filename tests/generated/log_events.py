@@ -5,6 +5,7 @@ sentence, or a sentence without an event, is an error.
 """
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,7 @@ def page() -> str:
     return INTRO + "".join(map(_section, LEVELS, ([e for e in found if e.level == level] for level in LEVELS)))
 
 
+@functools.cache
 def events() -> list[Event]:
     """Every event of the levels shown, sorted by name; an event with two levels comes twice."""
     calls: dict[tuple[str, str], list[Call]] = {}
