@@ -209,6 +209,7 @@ async def test_an_answer_that_the_other_cell_cannot_run_either_goes_on_when_work
         assert (await gateways[0].get(f"/v1/requests/{gone}")).status_code == 404
 
 
+@pytest.mark.slow  # fleet/test_client_survival kills all gateways
 async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
 ) -> None:

@@ -340,7 +340,7 @@ async def test_an_unknown_name_is_refused_by_the_gateway_and_bad_arguments_by_th
         assert words in error["message"]
 
 
-@pytest.mark.slow  # another worker
+@pytest.mark.slow  # another worker; workers/engines/logits has the processors
 async def test_a_worker_with_more_gets_the_requests_for_it_and_can_force_a_text_on_all_of_its_own(
     http: httpx.AsyncClient, apart_bus: Bus, own: None
 ) -> None:

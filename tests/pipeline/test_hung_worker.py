@@ -47,6 +47,7 @@ async def seen_by_top(fleet: Deployment) -> dict[str, dict[str, Any]]:
     return {worker["name"]: worker for worker in snapshot["workers"]}
 
 
+@pytest.mark.slow  # operate/doctor/test_doctor has the finding
 async def test_a_worker_that_is_stopped_over_and_over_is_named(fleet: Deployment, bus: Bus) -> None:
     (pid,) = [process.pid for process in fleet.state.processes if process.name == STOPPED]
     assert pid is not None

@@ -124,7 +124,7 @@ async def test_the_first_repeat_takes_one_worker_and_later_ones_are_refused_at_b
     assert calm.status_code == 200
 
 
-@pytest.mark.slow  # the same with one that is stored
+@pytest.mark.slow  # the first two have it with one that is stored
 async def test_a_poisonous_request_that_is_not_stored_is_known_in_memory(
     fleet: Deployment, bus: Bus, http: httpx.AsyncClient
 ) -> None:

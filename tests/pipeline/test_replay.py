@@ -207,6 +207,7 @@ async def test_a_target_that_cannot_run_it_is_named(
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow  # workers/engines/mock/test_play has the engine alone
 async def test_a_mock_that_plays_a_recording_gives_its_tokens_at_its_times_and_other_prompts_its_own(
     recorded: Deployment, new_deployment: NewDeployment, tmp_path: Path
 ) -> None:

@@ -353,6 +353,7 @@ async def test_a_later_start_has_the_cells_of_before_and_reads_those_that_take_n
         write_cells(tmp_path / "data", CellCounts(2, 1))
 
 
+@pytest.mark.slow  # pipeline/test_other_cells has cells
 async def test_a_cell_that_lacks_workers_gets_one_of_another_cell_and_those_that_come_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ async def test_a_gateway_ends_within_its_bound_whatever_holds_it(slow: Deploymen
         assert (await client.delete(f"/v1/requests/{request.id}")).status_code == 202
 
 
+@pytest.mark.slow  # it is held up otherwise above
 @pytest.mark.timeout(120)
 async def test_a_gateway_ends_within_its_bound_when_the_broker_does_not_answer(new_deployment: NewDeployment) -> None:
     deployment = new_deployment("--mock-speedup", "0.25", "--drain-s", "1")

@@ -65,6 +65,7 @@ async def own_bus(empty: Deployment) -> AsyncIterator[Bus]:
     await made.close()
 
 
+@pytest.mark.slow  # engines/sglang/test_handoff has both engines
 async def test_a_request_runs_on_both_and_none_alone(
     wanted: list[int], pair: dict[str, Process], empty: Deployment, own_bus: Bus
 ) -> None:

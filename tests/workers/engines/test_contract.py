@@ -70,7 +70,7 @@ Make = Callable[..., Driver]
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(each, marks=pytest.mark.slow if each.title else ()) for each in SUBJECTS],
+    params=[pytest.param(each, marks=pytest.mark.slow if each.variant else ()) for each in SUBJECTS],
     ids=lambda subject: subject.label,
 )
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
