@@ -88,6 +88,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: prompt + output of one sequence, tokens.
         eos_token_ids: end a sequence, unless it ignores them.
         max_scored_tokens: prompt tokens per step of sequences whose prompts are scored.
+        mixed_chunk_tokens: prompt tokens per step in which sequences decode, too; 0: no limit of their own.
         no_evict: admit a sequence only if all blocks that it may need are available. Sequences with a reservation are
             exempt: it was made without knowing their output.
 
@@ -101,6 +102,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     max_scored_tokens: int = MAX_SCORED_TOKENS
+    mixed_chunk_tokens: int = 0
     no_evict: bool = False
 
     def __post_init__(self) -> None:

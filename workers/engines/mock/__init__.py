@@ -25,7 +25,7 @@ from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import Adapters, ScheduledEngine
 from penstock.workers.engines.core.queue import AdapterSlots
 from penstock.workers.engines.core.running import MAX_SCORED_TOKENS, SchedulerConfig
-from penstock.workers.engines.core.scheduler import Scheduler
+from penstock.workers.engines.core.scheduler import DECODE_ROLE_CHUNK_TOKENS, Scheduler
 from penstock.workers.engines.engine_protocol import (
     AdapterEngine,
     EngineInfo,
@@ -66,6 +66,7 @@ class MockOptions:
         total_blocks: of the KV cache; 0: the default.
         max_running: sequences that run at once.
         max_batched_tokens: tokens computed per step, prompt and decode.
+        mixed_chunk_tokens: see ``SchedulerConfig``.
         max_model_len: prompt + output of one sequence, tokens.
         speedup: how many times faster than a GPU a step is; 0: it takes no time.
         memory_block_bytes: of each KV block, which then holds a checksum of its tokens; 0: no memory.
@@ -87,6 +88,7 @@ class MockOptions:
     total_blocks: int = DEFAULT_BLOCKS
     max_running: int = 256
     max_batched_tokens: int = 8192
+    mixed_chunk_tokens: int = 0
     max_model_len: int = 131_072
     prefix_cache: bool = True
     kv_events: bool = True
@@ -225,6 +227,7 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
             block_size=options.block_size,
             max_running=options.max_running,
             max_batched_tokens=options.max_batched_tokens,
+            mixed_chunk_tokens=options.mixed_chunk_tokens,
             max_model_len=options.max_model_len,
             eos_token_ids=options.eos_token_ids,
             no_evict=options.no_evict,
@@ -355,6 +358,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         total_blocks=settings.kv_blocks,
         max_running=settings.max_running,
         max_batched_tokens=settings.max_batched_tokens,
+        mixed_chunk_tokens=DECODE_ROLE_CHUNK_TOKENS if settings.role == "decode" else 0,
         max_model_len=settings.max_model_len or model.max_model_len,
         prefix_cache=settings.prefix_cache,
         kv_events=settings.publish_events_and_metrics,

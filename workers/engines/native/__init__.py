@@ -9,6 +9,7 @@ from penstock.infra.process.gc_policy import loading
 from penstock.workers.engines.constraints.compiler import compiler
 from penstock.workers.engines.core.embeddings import EncodeEngine
 from penstock.workers.engines.core.engine import ScheduledEngine
+from penstock.workers.engines.core.scheduler import DECODE_ROLE_CHUNK_TOKENS
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.options import NativeOptions
@@ -52,6 +53,7 @@ def _options(settings: WorkerSettings) -> NativeOptions:
         "no_evict": settings.scheduler_policy == "guaranteed_no_evict",
         "quantization": "" if settings.quantization == "none" else settings.quantization,
         "max_loras": settings.lora_slots,
+        "mixed_chunk_tokens": DECODE_ROLE_CHUNK_TOKENS if settings.role == "decode" else 0,
         "tensor_parallel_size": settings.tensor_parallel_size or 1,
         "warm": True,
     }

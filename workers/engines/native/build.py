@@ -353,6 +353,7 @@ def assemble(
             block_size=options.block_size,
             max_running=options.max_running,
             max_batched_tokens=options.max_batched_tokens,
+            mixed_chunk_tokens=options.mixed_chunk_tokens,
             max_model_len=limit,
             eos_token_ids=loaded.eos_token_ids,
             no_evict=options.no_evict,

@@ -46,6 +46,27 @@ def test_one_whose_blocks_are_there_goes_before_a_head_that_waits_for_them() -> 
     check_pool(bench.blocks, [])
 
 
+def test_a_prompt_from_another_worker_waits_for_no_chunk_of_those_that_are_computed_here() -> None:
+    bench = Bench(max_batched_tokens=32, mixed_chunk_tokens=4)
+    bench.scheduler.submit(request("runs", prompt(1, 8), root=ROOT))
+    bench.step()
+    for number in (2, 3):
+        bench.scheduler.submit(request(number, prompt(number, 9), root=ROOT))
+    adopt(bench, "handed", prompt(4, 8), reserved(bench, prompt(4, 8)))
+    bench.step()
+    assert bench.shape == [("runs", 8, 1, True), (2, 0, 4, False), ("handed", 8, 1, True)]
+    for _ in range(2):
+        bench.step()
+    assert bench.shape == [
+        ("runs", 10, 1, True),
+        (2, 8, 1, True),
+        (3, 0, 4, False),
+        ("handed", 10, 1, True),
+    ]
+    bench.finish()
+    check_pool(bench.blocks, [])
+
+
 def test_what_the_head_of_the_queue_needs_is_reserved_for_nobody_behind_it() -> None:
     bench = Bench(total_blocks=10)
     bench.scheduler.submit(request("runs", prompt(1, 16), max_tokens=3, root=ROOT))

@@ -89,6 +89,7 @@ def ahead(
     block_size: int = 4,
     max_running: int = 4,
     max_batched_tokens: int = 32,
+    mixed_chunk_tokens: int = 0,
     prefix_cache: bool = True,
 ) -> tuple[ScheduledEngine, Late, Scheduler]:
     manager = BlockManager(total_blocks, prefix_cache=prefix_cache)
@@ -98,6 +99,7 @@ def ahead(
             block_size=block_size,
             max_running=max_running,
             max_batched_tokens=max_batched_tokens,
+            mixed_chunk_tokens=mixed_chunk_tokens,
             max_model_len=24,
         ),
     )
@@ -315,6 +317,7 @@ _history = st.lists(
     total_blocks=st.integers(3, 16),
     max_running=st.integers(1, 5),
     max_batched_tokens=st.integers(1, 20),
+    mixed_chunk_tokens=st.integers(0, 4),
     prefix_cache=st.booleans(),
 )
 def test_any_history_ends_with_the_tokens_of_steps_in_turn(
@@ -323,6 +326,7 @@ def test_any_history_ends_with_the_tokens_of_steps_in_turn(
     total_blocks: int,
     max_running: int,
     max_batched_tokens: int,
+    mixed_chunk_tokens: int,
     prefix_cache: bool,
 ) -> None:
     engine, executor, scheduler = ahead(
@@ -330,6 +334,7 @@ def test_any_history_ends_with_the_tokens_of_steps_in_turn(
         block_size=block_size,
         max_running=max_running,
         max_batched_tokens=max_batched_tokens,
+        mixed_chunk_tokens=mixed_chunk_tokens,
         prefix_cache=prefix_cache,
     )
     mirror = Mirror()

@@ -37,6 +37,27 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_ones() -> None:
     ]
 
 
+def test_steps_beside_answers_take_fewer_tokens_of_prompts_where_a_limit_is_set() -> None:
+    bench = Bench(max_batched_tokens=32, mixed_chunk_tokens=4)
+    for key, length in (("a", 6), ("b", 5)):
+        bench.scheduler.submit(request(key, [ord(key)] * length, max_tokens=3))
+    shapes = []
+    for number in range(6):
+        bench.step()
+        shapes.append(bench.shape)
+        if not number:  # the answers of these two begin
+            for key, length in (("c", 6), ("d", 5), ("e", 7)):
+                bench.scheduler.submit(request(key, [ord(key)] * length, max_tokens=1))
+    assert shapes == [
+        [("a", 0, 6, True), ("b", 0, 5, True)],
+        [("a", 6, 1, True), ("b", 5, 1, True), ("c", 0, 4, False)],
+        [("a", 7, 1, True), ("b", 6, 1, True), ("c", 4, 2, True), ("d", 0, 2, False)],
+        [("d", 2, 3, True), ("e", 0, 7, True)],  # no answer is left
+        [],
+        [],
+    ]
+
+
 def test_a_step_of_prompts_for_other_workers_takes_no_more_once_it_fills_the_device() -> None:
     bench = Bench(total_blocks=2000, max_batched_tokens=8192, max_model_len=4096)
     for key, length in (("a", 3000), ("b", 1000), ("c", 1500), ("d", 200)):
@@ -154,10 +175,13 @@ def test_a_preempted_sequence_starts_before_all_that_wait() -> None:
     assert sorted(map(str, order[1:])) == ["a2", "b0"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("+++-sss"), st.sampled_from("abc"), st.integers(1, 14)), max_size=60))
-def test_everything_ends_whoever_comes_and_leaves(steps: list[tuple[str, str, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("+++-sss"), st.sampled_from("abc"), st.integers(1, 14)), max_size=60),
+    st.integers(0, 3),
+)
+def test_everything_ends_whoever_comes_and_leaves(steps: list[tuple[str, str, int]], mixed: int) -> None:
     """Small pools, so that heads wait and sequences are preempted."""
-    bench = Bench(total_blocks=6, max_running=3, max_batched_tokens=12)
+    bench = Bench(total_blocks=6, max_running=3, max_batched_tokens=12, mixed_chunk_tokens=mixed)
     keys: list[str] = []
     for number, (step, tenant, tokens) in enumerate(steps):
         if step == "+":

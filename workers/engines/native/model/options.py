@@ -14,6 +14,7 @@ class NativeOptions:
         kv_blocks: 0: as many as free memory allows.
         max_running: sequences that run at once.
         max_batched_tokens: tokens computed per step, prompt and decode.
+        mixed_chunk_tokens: see ``SchedulerConfig``.
         max_model_len: prompt + output of one sequence, tokens; 0: the model's own limit.
         device: "auto", "cpu" or "cuda"; "auto": CUDA if there is a device.
         dtype: of the weights; "auto": float32 on a CPU, otherwise that of the checkpoint.
@@ -42,6 +43,7 @@ class NativeOptions:
     kv_blocks: int = 0
     max_running: int = 256
     max_batched_tokens: int = 8192
+    mixed_chunk_tokens: int = 0
     max_model_len: int = 0
     prefix_cache: bool = True
     kv_events: bool = True
