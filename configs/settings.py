@@ -384,6 +384,14 @@ class RouterSettings(Common, frozen=True, kw_only=True):
             "-1: 0 if its KV is in a GPU's memory, otherwise 256",
         ),
     ] = -1
+    prefill_queue_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="prompt tokens until a prompt is computed, its own included, beyond which at every prefill "
+            "worker a decode worker computes it instead, where that costs less; 0: never",
+        ),
+    ] = 18_432
     max_held_bytes: Annotated[
         int,
         Meta(

@@ -35,8 +35,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             *("data_dir", "config"),
         ),
         "Workers and their models": (
-            *("served_model_name", "recipe", "prefill", "decode", "encode", "local_prefill_tokens", "handoff_lease_s"),
-            *("mixed_quantization", "move_prefixes"),
+            *("served_model_name", "recipe", "prefill", "decode", "encode", "local_prefill_tokens"),
+            *("prefill_queue_tokens", "handoff_lease_s", "mixed_quantization", "move_prefixes"),
             *("diffusion", "diffusion_model", "diffusion_served_name", "diffusion_engine"),
             *("embed", "embed_model", "embed_served_name"),
         ),
@@ -252,6 +252,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     move_prefixes: Annotated[Literal["auto", "on", "off"], _OF_WORKER] = _WORKER.move_prefixes
     mixed_quantization: Annotated[bool, _OF_WORKER] = _WORKER.mixed_quantization
     local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens
+    prefill_queue_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.prefill_queue_tokens
     no_store_grace_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.no_store_grace_s
     log_format: Annotated[Literal["auto", "text", "json"], _OF_ALL] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _OF_ALL] = "info"

@@ -173,6 +173,7 @@ class TargetCost(NamedTuple):
         absent_tokens: tokens of the prompt that are not on the device. A request waits for a better target that lacks
             fewer. Blocks on its lower tiers count as absent: they stay available, while others wait for the device.
         fits: the target has room for the request now.
+        decodes: it has room to decode the request after another target has computed the prompt.
     """
 
     whole: float
@@ -180,6 +181,7 @@ class TargetCost(NamedTuple):
     decode: float
     absent_tokens: float
     fits: bool
+    decodes: bool
 
 
 def favour_tokens(size: RequestSize) -> float:
@@ -260,11 +262,10 @@ def target_cost(
     prompt_blocks = size.tokens // at.block_size
     reading = read * prompt_blocks
     whole = fixed + (slope + held_up + queued) * reused.work + reading - queued * max(0.0, reused.work - PASS_TOKENS)
-    fits = prompt_blocks - min(leading, size.blocks) <= room
-    if late:
-        fits = fits and reused.uncached_tokens <= most_uncached(size.tokens, Scalars)
+    decodes = prompt_blocks - min(leading, size.blocks) <= room
+    fits = decodes and (not late or reused.uncached_tokens <= most_uncached(size.tokens, Scalars))
     absent = reused.uncached_tokens if device is None else absent_tokens(size, device, leading, at.block_size, Scalars)
-    return TargetCost(whole, fixed + slope * reused.work + reading, decode + reading, absent, fits)
+    return TargetCost(whole, fixed + slope * reused.work + reading, decode + reading, absent, fits, decodes)
 
 
 def absent_tokens(size: Any, device: Any, leading: Any, block_size: Any, ops: Any) -> Any:

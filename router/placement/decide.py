@@ -1,8 +1,9 @@
 """Chooses the targets of a request: filter, score, pick. A pure function of a ``RoutingContext``.
 
 An aggregated worker runs prefill and decode. A decode worker computes a prompt itself if few of its tokens are not
-cached, and is paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages,
-unless its engines cannot (``Registration.pair_only``). Media go through an encode worker first, if there is one.
+cached, or if every prefill worker is behind and the decode worker costs less (``Weights.prefill_queue_tokens``). It is
+paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages, unless its
+engines cannot (``Registration.pair_only``). Media go through an encode worker first, if there is one.
 
 In mode "kv" the score of a target is what the request costs there, in prompt tokens of work (``cost``); the lowest
 wins. A request waits for a better target that is full, for at most ``PATIENCE_S`` per token that it would not have to
@@ -39,7 +40,14 @@ from penstock.router.placement.cost import (
     uncached_tokens,
     utilization,
 )
-from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision, RoutingRequest, draw
+from penstock.router.placement.routing import (
+    PATIENCE_S,
+    RouteKind,
+    RoutingContext,
+    RoutingDecision,
+    RoutingRequest,
+    draw,
+)
 from penstock.router.state.holders import TargetId, TierDepths, as_dict
 from penstock.router.state.target_loads import ENCODE, RoutingTarget, TargetColumns
 from penstock.schemas.fleet import Registration, WorkerState
@@ -112,6 +120,7 @@ class PrefillPool:
         full: those that could take it later.
         cost: of computing the prompt at a prefill worker.
         weight: of the transfer.
+        queue: of a prefill worker, as ``queue_tokens`` returns it.
     """
 
     def __init__(
@@ -120,27 +129,41 @@ class PrefillPool:
         full: Iterable[RoutingTarget],
         cost: Callable[[RoutingTarget], float],
         weight: float,
+        queue: Callable[[RoutingTarget], float] = lambda target: 0.0,
     ) -> None:
         self._weight = weight
         self._cheapest: dict[TransferKind, _Cheapest] = {}
+        self._full: dict[TransferKind, _Cheapest] = {}
+        self._queues: dict[TransferKind, float] = {}
         self.scored = [ScoredTarget(target, cost(target)) for target in available]
-        for target, value in self.scored:
-            kind = transfer_kind(target.registration)
-            if kind is not None:
-                cheapest = self._cheapest.get(kind)
-                if cheapest is None:
-                    cheapest = self._cheapest[kind] = _Cheapest()
-                cheapest.add(target.registration, value)
-        self._full = {kind for target in full if (kind := transfer_kind(target.registration)) is not None}
+        for scored, lowest in ((self.scored, self._cheapest), ([ScoredTarget(t, cost(t)) for t in full], self._full)):
+            for target, value in scored:
+                kind = transfer_kind(target.registration)
+                if kind is None:
+                    continue
+                if kind not in lowest:
+                    lowest[kind] = _Cheapest()
+                lowest[kind].add(target.registration, value)
+                self._queues[kind] = min(queue(target), self._queues.get(kind, float("inf")))
 
     def __bool__(self) -> bool:
         """Whether any of these workers can transfer KV, now or later."""
         return bool(self._cheapest or self._full)
 
-    def cheapest(self, decode: Registration, blocks: int) -> float | None:
-        """The cost of the best partner including the transfer of ``blocks``; None: there is none now."""
+    def queue(self, decode: Registration) -> float:
+        """The shortest queue of all partners, also of those that are full; 0: one is not behind, or there are none."""
+        kind = transfer_kind(decode)
+        return self._queues.get(kind, 0.0) if kind is not None else 0.0
+
+    def cheapest(self, decode: Registration, blocks: int, *, full: bool = False) -> float | None:
+        """The cost of the best partner including the transfer of ``blocks``; None: there is none now.
+
+        Args:
+            full: of those that are full.
+        """
         endpoint, kind = decode.transfer, transfer_kind(decode)
-        if endpoint is None or kind is None or (lowest := self._cheapest.get(kind)) is None:
+        among = self._full if full else self._cheapest
+        if endpoint is None or kind is None or (lowest := among.get(kind)) is None:
             return None
         step = self._weight * blocks * decode.block_size
         cost = lowest.any + FAR * step
@@ -163,6 +186,20 @@ class PrefillPool:
             for target, cost in self.scored
             if kind is not None and transfer_kind(target.registration) == kind
         ]
+
+
+def queue_tokens(ahead: float, uncached: float, limit: int) -> float:
+    """Prompt tokens that a prefill worker computes until a prompt is, its own included; 0: it is not behind.
+
+    It is behind with more than ``limit``, if a prompt's own are at most a third of them (``WAITS``): then the prompt
+    waits for others above all.
+    """
+    return ahead + uncached if 0 < limit < ahead + uncached and ahead >= WAITS * uncached else 0.0
+
+
+# With 1 answers take 2 % longer where prefill workers are busy but keep up; with 3, first tokens come 10 % later where
+# they do not (``penstock bench router --trace conversation_trace.jsonl --prefill 4 --decode 4 --load 2``, and 2 and 6).
+WAITS = 2
 
 
 # Prefixes: what the worker that computes a prompt reads from another one
@@ -362,7 +399,7 @@ def _decide_tokens(context: RoutingContext, requirement: Requirement | None = No
     else:
         prefills = _prefill_pool(context, pools, costs)
     if prefills is None:
-        targets = _whole(targets, pools.rejected, "pair_only" if context.request.worker else "no_partner")
+        targets = _whole(targets, pools.rejected, "pair_only" if context.request.worker else "no_partner", costs)
     scored = _score(context, context.without_avoided(targets), prefills, pools.rejected, costs)
     if not scored.targets:
         return no_target(context, pools.rejected)
@@ -381,9 +418,11 @@ def _filter(context: RoutingContext, requirement: Requirement | None, costs: Map
     request = context.request
     for target in context.targets:
         reason = rejection(request, target, requirement)
-        if not reason and costs and target.registration.role != ENCODE and not costs[target.id].fits:
-            reason = "full"
-        pool = available.get(target.registration.role)
+        role = target.registration.role
+        if not reason and costs and role != ENCODE:
+            cost = costs[target.id]
+            reason = "" if (cost.decodes if role == "decode" else cost.fits) else "full"
+        pool = available.get(role)
         if pool is None:
             if reason == "encode_only":
                 rejected.append((target, reason))
@@ -394,10 +433,19 @@ def _filter(context: RoutingContext, requirement: Requirement | None, costs: Map
     return _Pools(available, rejected)
 
 
-def _whole(targets: list[RoutingTarget], rejected: Rejected, reason: str) -> list[RoutingTarget]:
-    """Targets that run a request alone; the others move to ``rejected``."""
-    rejected += [(target, reason) for target in targets if target.registration.pair_only]
-    return [target for target in targets if not target.registration.pair_only]
+def _whole(
+    targets: list[RoutingTarget], rejected: Rejected, reason: str, costs: Mapping[TargetId, TargetCost]
+) -> list[RoutingTarget]:
+    """Targets that run a request alone now; the others move to ``rejected``."""
+    found = []
+    for target in targets:
+        if target.registration.pair_only:
+            rejected.append((target, reason))
+        elif costs and not costs[target.id].fits:
+            rejected.append((target, "full"))
+        else:
+            found.append(target)
+    return found
 
 
 def _waits_for_better(
@@ -423,9 +471,13 @@ def _prefill_pool(context: RoutingContext, pools: _Pools, costs: Mapping[TargetI
     def cost(target: RoutingTarget) -> float:
         return costs[target.id].prefill if costs else utilization(target)
 
+    def queue(target: RoutingTarget) -> float:
+        limit = context.weights.prefill_queue_tokens
+        return queue_tokens(target.load.prefill_tokens, costs[target.id].absent_tokens, limit) if costs else 0.0
+
     weight = context.weights.transfer if context.mode == "kv" else 0.0
     available = context.without_avoided(pools.available["prefill"])
-    return PrefillPool(available, pools.full("prefill"), cost, weight)
+    return PrefillPool(available, pools.full("prefill"), cost, weight, queue)
 
 
 def _score(
@@ -435,7 +487,7 @@ def _score(
     rejected: Rejected,
     costs: Mapping[TargetId, TargetCost],
 ) -> ScoredTargets:
-    """Score every target; decode workers whose only partners are full move to ``rejected``."""
+    """Score every target; decode workers that cannot take the request now move to ``rejected``."""
     request = context.request
     if prefills is None:
         return ScoredTargets(targets, [costs[t.id].whole if costs else utilization(t) for t in targets], [])
@@ -447,12 +499,17 @@ def _score(
         if registration.role == "decode" and (far or registration.pair_only):
             transfer_blocks = request.prompt_blocks - overlap
             cost = prefills.cheapest(registration, transfer_blocks)
-            if cost is None and prefills.has_full_partner(registration):
+            if _cheaper_alone(context, target, prefills, cost, transfer_blocks, costs):
+                cost = None
+            elif cost is None and prefills.has_full_partner(registration):
                 rejected.append((target, "prefill_full"))
                 continue
-            if cost is None and registration.pair_only:
+            elif cost is None and registration.pair_only:
                 rejected.append((target, "no_partner"))
                 continue
+        if cost is None and costs and not costs[target.id].fits:
+            rejected.append((target, "full"))
+            continue
         if cost is None:
             transfer_blocks, cost = -1, costs[target.id].whole if costs else utilization(target)
         else:
@@ -463,17 +520,41 @@ def _score(
     return scored
 
 
+def _cheaper_alone(
+    context: RoutingContext,
+    target: RoutingTarget,
+    prefills: PrefillPool,
+    pair: float | None,
+    blocks: int,
+    costs: Mapping[TargetId, TargetCost],
+) -> bool:
+    """Whether a decode worker computes a prompt since all its partners are behind, and it costs less there.
+
+    Args:
+        pair: cost of the best partner; None: all are full.
+        blocks: to transfer from it.
+    """
+    registration = target.registration
+    if registration.pair_only or not prefills.queue(registration):
+        return False
+    own = costs[target.id]
+    if pair is None:
+        pair = prefills.cheapest(registration, blocks, full=True)
+    return own.fits and pair is not None and own.whole < pair + own.decode
+
+
 def _single(
     context: RoutingContext, at: int, scored: ScoredTargets, prefills: PrefillPool | None, pools: _Pools
 ) -> RoutingDecision:
     target = scored.targets[at]
     role = target.registration.role
+    kind, how = _explain_single(context, at, scored, prefills, pools)
     return RoutingDecision(
         (Stage(role, *target.id),),
         table(context, [candidate(context, target, scored.scores[at])], at, scored, prefills, pools.rejected),
         context.overlap(target),
-        how=_explain_single(context, at, scored, pools),
-        kind="aggregated" if role == "aggregated" else "local",
+        how=how,
+        kind=kind,
     )
 
 
@@ -497,28 +578,35 @@ def _pair(
     )
 
 
-def _explain_single(context: RoutingContext, at: int, scored: ScoredTargets, pools: _Pools) -> str:
-    """Why the route has a single stage; "" if no other route was possible."""
+def _explain_single(
+    context: RoutingContext, at: int, scored: ScoredTargets, prefills: PrefillPool | None, pools: _Pools
+) -> tuple[RouteKind, str]:
+    """The kind of a route with a single stage, and why it has no second one; "" if no other route was possible."""
+    target = scored.targets[at]
+    role = target.registration.role
+    kind: RouteKind = "aggregated" if role == "aggregated" else "local"
     if context.request.worker:
-        return "the request names its worker"
+        return kind, "the request names its worker"
     has_decode, has_prefill = pools.exists("decode"), pools.exists("prefill")
     if not has_decode and not has_prefill:
-        return ""
-    role = scored.targets[at].registration.role
+        return kind, ""
     if role == "prefill" or not has_decode:
-        return "no decode worker"
+        return kind, "no decode worker"
     if role == "aggregated":
         others = [s for t, s in zip(scored.targets, scored.scores, strict=True) if t.registration.role != role]
         if not others:
-            return "aggregated: no other target has capacity"
-        return f"aggregated: score {scored.scores[at]:.1f}, the best other target {min(others):.1f}"
-    if not has_prefill:
-        return "no prefill worker"
-    tokens = uncached_tokens(context.request, scored.targets[at], context.overlap(scored.targets[at]))
-    limit = _local_tokens(context, scored.targets[at])
+            return kind, "aggregated: no other target has capacity"
+        return kind, f"aggregated: score {scored.scores[at]:.1f}, the best other target {min(others):.1f}"
+    if prefills is None:
+        return kind, "no prefill worker"
+    tokens, limit = uncached_tokens(context.request, target, context.overlap(target)), _local_tokens(context, target)
     if tokens <= limit:
-        return f"local: {tokens} tokens to compute, limit {limit}"
-    return "no prefill worker with a compatible KV transfer"
+        return kind, f"local: {tokens} tokens to compute, limit {limit}"
+    queue, limit = prefills.queue(target.registration), context.weights.prefill_queue_tokens
+    if queue:
+        how = f"local: prefill workers are behind, {queue:.0f} tokens with this prompt, limit {limit}"
+        return "local_behind", how
+    return kind, "no prefill worker with a compatible KV transfer"
 
 
 def _local_tokens(context: RoutingContext, target: RoutingTarget) -> int:

@@ -252,6 +252,7 @@ class Decider:
             settings.temperature,
             settings.transfer_weight,
             settings.local_prefill_tokens,
+            settings.prefill_queue_tokens,
         )
         self.arrays = array_decisions(cluster.tracker)
         self._policy = Decisions(cluster.tracker, self.arrays, settings.mode, weights)

@@ -17,11 +17,12 @@ from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
 
+PREFILL_QUEUE_TOKENS = 18_432
 LOCAL_PREFILL_TOKENS = 256  # of a decode worker without a GPU, unless a limit is set
 TIE = 1e-6  # scores closer than this are equal
 PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a request waits for it
 
-RouteKind = Literal["aggregated", "local", "split"]
+RouteKind = Literal["aggregated", "local", "local_behind", "split"]
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,6 +56,8 @@ class Weights(msgspec.Struct, frozen=True):
     Attributes:
         temperature: 0 takes the lowest score; above 0 draws by softmax over the scores, scaled to 0..1.
         local_prefill_tokens: a decode worker computes up to this many prompt tokens itself; -1: see ``local_tokens``.
+        prefill_queue_tokens: beyond so many at every prefill worker (``decide.queue_tokens``), a decode worker computes
+            any prompt itself where that costs less; 0: never.
     """
 
     overlap: float = 1.0
@@ -62,6 +65,7 @@ class Weights(msgspec.Struct, frozen=True):
     temperature: float = 0.0
     transfer: float = 1.0
     local_prefill_tokens: int = -1
+    prefill_queue_tokens: int = PREFILL_QUEUE_TOKENS
 
     def local_tokens(self, *, gpu: bool) -> int:
         """Prompt tokens up to which a decode worker computes a prompt itself.
@@ -124,7 +128,8 @@ class RoutingDecision(msgspec.Struct, frozen=True):
         overlap_blocks: prompt blocks cached at the worker that computes the prompt.
         code: without a route, the error to end the request with; None: the request can wait.
         how: for people, why this kind of route was taken.
-        kind: "local" means that one worker of a disaggregated pool runs all stages.
+        kind: "local" means that one worker of a disaggregated pool runs all stages; "local_behind" that a decode worker
+            does since the prefill workers are behind.
     """
 
     route: tuple[Stage, ...]

@@ -117,6 +117,9 @@ class RouterBenchSettings(Multipliers, frozen=True, kw_only=True, forbid_unknown
     local_prefill_tokens: Annotated[
         int, Meta(ge=-1, description="of policy kv: as the router's flag of this name; the engines are GPUs")
     ] = Weights().local_prefill_tokens
+    prefill_queue_tokens: Annotated[int, Meta(ge=0, description="of policy kv: as the router's flag of this name")] = (
+        Weights().prefill_queue_tokens
+    )
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.0
     move_path: Annotated[
         Literal["host", "rdma"], Meta(description="of policy kv_moves: within a host, or between them")
@@ -201,7 +204,9 @@ def fleet(settings: RouterBenchSettings) -> SimulatedFleet:
 
 def _cells(settings: RouterBenchSettings) -> list[TableCell]:
     engines = fleet(settings)
-    weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
+    weights = Weights(
+        local_prefill_tokens=settings.local_prefill_tokens, prefill_queue_tokens=settings.prefill_queue_tokens
+    )
     cell = partial(
         TableCell, engines, weights=weights, cells=settings.cells, gateways=settings.gateways, moves=settings.move_path
     )

@@ -25,7 +25,7 @@ from penstock.router.placement.cost import (
     reusable,
     target_cost,
 )
-from penstock.router.placement.decide import FAR, MEDIUM, NEAR
+from penstock.router.placement.decide import FAR, MEDIUM, NEAR, queue_tokens
 from penstock.router.placement.routing import TIE, Weights, draw
 from penstock.router.state.holders import TargetId
 from penstock.router.state.target_loads import ENCODE, TargetColumns
@@ -120,10 +120,9 @@ class RecordedPools:
         pairs = has_decode and not request.worker and self._exists("prefill")
         if not pairs:
             targets = [each for each in targets if not each.pair_only]
-        self._prefills = [(each.link, _Option(each.at, self._cost(each.at).prefill))
-                          for each in self._open("prefill")] if pairs else []  # fmt: skip
-        self._full = {each.link.kind for each in self._lines
-                      if (each.link.role, each.at.excluded) == ("prefill", "full")}  # fmt: skip
+        full = [each for each in self._lines if (each.link.role, each.at.excluded) == ("prefill", "full")]
+        self._prefills = self._computing(self._open("prefill")) if pairs else []
+        self._full = self._computing(full) if pairs else []
         self._options = [option for each in targets if (option := self._option(each, pairs)) is not None]
 
     def decide(self, recorded: tuple[TargetId, ...], mode: RouterMode = "kv", number: int = 0) -> tuple[TargetId, ...]:
@@ -161,24 +160,48 @@ class RecordedPools:
         return next((each for each in equal if each.id == recorded), equal[0])
 
     def _option(self, line: _Line, pairs: bool) -> _Option | None:
-        """None: only prefill workers that are full, or none at all, could compute its prompts."""
+        """None: it cannot compute the prompt now, and has no partner that can."""
         at, link, pair_only, on_gpu = line
         cost = self._cost(at)
         cached = min(at.overlap_blocks, self._blocks)
         uncached = self._size.tokens - cached * self._block_size
         limit = self._weights.local_tokens(gpu=on_gpu)
         if pairs and link.role == "decode" and (pair_only or uncached > limit):
-            step = self._weights.transfer * (self._blocks - cached) * self._block_size
-            partners = [
-                _Option(partner.target, partner.cost + _distance(own, link) * step)
-                for own, partner in self._prefills
-                if link.kind and own.kind == link.kind
-            ]
-            if partners:
-                return _Option(at, min(each.cost for each in partners) + cost.decode, partners)
-            if pair_only or (link.kind and link.kind in self._full):
-                return None
-        return _Option(at, cost.whole)
+            partners, full = (self._partners(link, among, cached) for among in (self._prefills, self._full))
+            best = min((each.cost for each in partners or full), default=0.0)
+            behind = not pair_only and self._queue(partners + full) > 0
+            if not (behind and cost.fits and cost.whole < best + cost.decode):
+                if partners:
+                    return _Option(at, best + cost.decode, partners)
+                if pair_only or full:
+                    return None
+        return _Option(at, cost.whole) if link.role != "decode" or cost.fits else None
+
+    def _partners(self, decode: Link, among: Sequence[tuple[Link, _Option]], cached: int) -> list[_Option]:
+        """The partners of a decode worker that has ``cached`` blocks, each with its cost including the transfer."""
+        step = self._weights.transfer * (self._blocks - cached) * self._block_size
+        return [
+            _Option(partner.target, partner.cost + _distance(own, decode) * step)
+            for own, partner in among
+            if decode.kind and own.kind == decode.kind
+        ]
+
+    def _queue(self, partners: Sequence[_Option]) -> float:
+        """As of ``PrefillPool``."""
+        return min(
+            (
+                queue_tokens(
+                    each.target.prefill_tokens,
+                    self._cost(each.target).absent_tokens,
+                    self._weights.prefill_queue_tokens,
+                )
+                for each in partners
+            ),
+            default=0.0,
+        )
+
+    def _computing(self, lines: Sequence[_Line]) -> list[tuple[Link, _Option]]:
+        return [(each.link, _Option(each.at, self._cost(each.at).prefill)) for each in lines]
 
     def _cost(self, at: Candidate) -> TargetCost:
         return recorded_cost(self._size, at, self._inputs, self._weights)

@@ -55,6 +55,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--local-prefill-tokens", type=int, default=DEFAULTS.local_prefill_tokens, help="as the router's flag"
     )
+    parser.add_argument(
+        "--prefill-queue-tokens", type=int, default=DEFAULTS.prefill_queue_tokens, help="as the router's flag"
+    )
     parser.add_argument("--mode", default="kv", choices=("kv", "round_robin", "random", "least_loaded"))
     parser.add_argument("--without", action="append", default=[], metavar="WORKER", help="not there; may be repeated")
     parser.add_argument("--kill", action="append", default=[], metavar="WORKER", help="not there from --at on")
@@ -65,7 +68,8 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if bool(args.kill) != bool(args.at):
         parser.error("--kill and --at go together")
-    for flag in ("overlap_weight", "prefill_weight", "transfer_weight", "local_prefill_tokens"):
+    weights = ("overlap_weight", "prefill_weight", "transfer_weight")
+    for flag in (*weights, "local_prefill_tokens", "prefill_queue_tokens"):
         least = -1 if flag == "local_prefill_tokens" else 0
         if not least <= getattr(args, flag) < math.inf:
             parser.error(f"--{flag.replace('_', '-')}: give a number from {least} on")
@@ -81,6 +85,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             args.prefill_weight,
             transfer=args.transfer_weight,
             local_prefill_tokens=args.local_prefill_tokens,
+            prefill_queue_tokens=args.prefill_queue_tokens,
         ),
         args.mode,
         frozenset(args.without),

@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 
 from penstock.configs.settings import RouterMode
 from penstock.router.placement import decide as encoders
-from penstock.router.placement.cost import OCCUPANCY, describe, rejection, target_costs, utilization
+from penstock.router.placement.cost import MOST_UNCOMPUTED, OCCUPANCY, describe, rejection, target_costs, utilization
 from penstock.router.placement.decide import (
     FAR,
     MEDIUM,
     NEAR,
     STORED_CANDIDATES,
+    WAITS,
     PrefillPool,
     decide,
     distance,
@@ -58,6 +59,14 @@ def decided(
 def reading(blocks: int) -> Load:
     """One sequence, whose steps read so many blocks."""
     return Load(1, 1, blocks, context_blocks=blocks)
+
+
+def computing(tokens: int, sequences: int = 4) -> Load:
+    return Load(sequences, sequences, 100, float(tokens), computing=sequences)
+
+
+def behind(worker: str = "p", tokens: int = 15_000, **more: object) -> RoutingTarget:
+    return member(worker, "prefill", computing(tokens), slots=64, **more)
 
 
 def names(choice: RoutingDecision) -> list[str]:
@@ -237,6 +246,72 @@ def test_without_a_limit_decode_workers_on_gpus_compute_no_prompt_while_a_prefil
     assert names(decided(gpu, ask=short)) == ["decode g"]
 
 
+@pytest.mark.parametrize(
+    ("members", "held", "route", "queue"),
+    [
+        ([D, behind()], {}, ["decode d"], 19_000),
+        ([D, behind(tokens=14_432)], {}, ["prefill p", "decode d"], 0),
+        ([D, behind(tokens=14_433)], {}, ["decode d"], 18_433),
+        ([D, behind(), behind("q", 9000)], {}, ["prefill q", "decode d"], 0),
+        ([D, behind(), behind("q", 16_000)], {}, ["decode d"], 19_000),
+        ([D, behind(), behind("q", 9000, transfer=endpoint("h1", layout="other"))], {}, ["decode d"], 19_000),
+        ([D, behind()], {"p": 120}, ["prefill p", "decode d"], 0),  # which has most of the prompt
+        ([D, behind(tokens=MOST_UNCOMPUTED + 1)], {}, ["decode d"], 20_385),  # and is full
+        ([D, member("p", "prefill", FULL)], {}, [], 0),  # full for another reason: the request waits
+        ([member("d", "decode", pair_only=True), behind()], {}, ["prefill p", "decode d"], 0),
+        ([member("d", "decode", pair_only=True), behind(tokens=MOST_UNCOMPUTED + 1)], {}, [], 0),
+        ([member("d", "decode", Load(3, 3, 900)), behind()], {}, [], 0),  # its KV cache is full
+        # what the decode worker has to compute itself
+        ([member("d", "decode", computing(4000, 1)), behind()], {}, ["decode d"], 19_000),
+        ([member("d", "decode", computing(13_000), slots=64), behind()], {}, ["prefill p", "decode d"], 0),
+        ([member("d", "decode", computing(20_000), slots=64), behind()], {}, ["prefill p", "decode d"], 0),
+        # and the answers that the prompt would delay
+        ([member("d", "decode", Load(60, 60, 400), slots=64), behind()], {}, ["decode d"], 19_000),
+        ([member("d", "decode", Load(99, 99, 400), slots=128), behind()], {}, ["decode d"], 19_000),
+        ([member("d", "decode", Load(99, 99, 400, 4000.0, 1), slots=128), behind()], {}, ["prefill p", "decode d"], 0),
+    ],
+)
+def test_a_decode_worker_computes_a_prompt_where_all_its_prefill_workers_are_behind_and_it_costs_less(
+    members: list[RoutingTarget], held: dict[str, int], route: list[str], queue: int
+) -> None:
+    choice = decided(*members, held=held)
+    assert names(choice) == route
+    assert (choice.kind == "local_behind") == bool(queue)
+    if queue:
+        assert choice.how == f"local: prefill workers are behind, {queue} tokens with this prompt, limit 18432"
+    never = decided(*members, held=held, weights=Weights(prefill_queue_tokens=0))
+    assert [stage.role for stage in never.route] in ([], ["prefill", "decode"])
+    for mode in MODES[1:]:
+        assert decided(*members, held=held, mode=mode).kind != "local_behind"
+
+
+def test_a_prefill_worker_is_not_behind_while_a_prompt_is_most_of_what_it_computes() -> None:
+    long = RoutingRequest("m", 7000, 100, 218)
+    for tokens in range(0, 20_000, 500):
+        chosen = names(decided(D, behind(tokens=tokens), ask=long, weights=Weights(prefill_queue_tokens=1)))
+        assert chosen == (["decode d"] if tokens >= WAITS * 7000 else ["prefill p", "decode d"])
+
+
+def test_a_burst_is_shared_between_prefill_and_decode_workers() -> None:
+    tokens = dict.fromkeys(("p", "d0", "d1"), 0)
+    for seed in range(12):
+        decodes = [
+            member(name, "decode", computing(tokens[name], tokens[name] // 4000), slots=64) for name in ("d0", "d1")
+        ]
+        choice = decided(*decodes, behind(tokens=tokens["p"]), seed=seed)
+        if choice.route:
+            tokens[choice.prefill_worker] += 4000
+    assert tokens["p"] == 20_000
+    assert {tokens["d0"], tokens["d1"]} == {12_000, 16_000}
+
+
+def test_media_come_through_the_encode_worker_to_a_decode_worker_that_computes_the_prompt() -> None:
+    ask = RoutingRequest("m", 4000, 100, 125, medium=b"x" * 32)
+    choice = decided(E, D, behind(), ask=ask)
+    assert names(choice) == ["encode e", "decode d"]
+    assert choice.kind == "local_behind"
+
+
 def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_transfer() -> None:
     warm, cold = member("warm", "decode", Load(1, 1, 80)), member("cold", "decode")
     assert names(decided(warm, cold, P, held={"warm": 120})) == ["decode warm"]
@@ -251,6 +326,7 @@ def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_t
         ([member("d", "decode", FULL), P], ASK, "full", None),
         ([member("d", "decode", Load(1, 3)), P], RoutingRequest("m", 4000, 1, 125, n=2), "full", None),
         ([member("d", "decode", state=WorkerState.draining)], ASK, "draining", None),
+        ([member("d", "decode", computing(MOST_UNCOMPUTED + 1), slots=64)], ASK, "full", None),
         ([SMALL, member("p", "prefill", total_blocks=9)], ASK, "too_small", "out_of_blocks"),
         ([member("e", "encode")], ASK, "no_worker", None),
         ([member("x", "diffusion")], ASK, "no_worker", None),

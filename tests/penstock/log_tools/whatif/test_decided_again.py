@@ -152,6 +152,7 @@ _PLACES = st.lists(
         overlap=st.sampled_from([0.5, 1.0]),
         transfer=st.sampled_from([0.0, 0.5, 1.0]),
         local_prefill_tokens=st.sampled_from([-1, 0, 2 * BLOCK, 500]),
+        prefill_queue_tokens=st.sampled_from([0, 1, 5 * BLOCK, 20 * BLOCK, 16384]),
     ),
     seed=st.integers(0, 99),
 )
