@@ -130,7 +130,7 @@ TOPOLOGIES = {
         (
             *("--mock-speedup", "1", "--prefill", "2", "--decode", "2", "--encode", "1", "--workers", "1"),
             *("--model", "demo-vision", "--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
-            *("--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
+            *("--local-prefill-tokens", "64", "--prefill-queue-tokens", "500", "--handoff-lease-s", "10"),
         ),
         {"prefill": 3, "decode": 3, "worker": 1, "encode": 1, "gateway": 2, "router": 2, BROKER: 1},
         "demo-vision",

@@ -4,9 +4,10 @@ python -m tests.gpu.disaggregated --folder /dev/shm/random-8b [--engine vllm] [-
 
 The folder is written by `python -m tests.gpu.pipeline --write`. Deployments run one after the other on the same two
 GPUs: two aggregated workers ("chunked": in steps of 1,024 tokens), and a prefill with a decode worker ("apart": which
-computes no prompt at all). Each answers single prompts of 4,096 tokens first (from first to second token: the
-handoff), then a mixed load: connections whose answers run, beside long prompts that arrive at a given rate, which
-both must serve. A sweep gives throughput against speed of an answer: prompts of 1,024, answers of 256 tokens.
+computes prompts only while the prefill worker is behind; "never": none at all). Each answers single prompts of 4,096
+tokens first (from first to second token: the handoff), then a mixed load: connections whose answers run, beside long
+prompts that arrive at a given rate, which both must serve. A sweep gives throughput against speed of an answer: prompts
+of 1,024, answers of 256 tokens.
 
 Long prompts are traced: of each handoff, the log has the times of ``timeline``. `--engine mock` tries all on a CPU.
 """
@@ -30,7 +31,7 @@ from typing import Any
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.direct_get import read
 from penstock.launch.state import DeploymentState, read_state
-from penstock.schemas import done, jobs, transfer
+from penstock.schemas import done, jobs, requests, transfer
 from tests.gpu.arrivals import IDS, arrive, first_tokens
 from tests.gpu.pipeline import LONGEST, START_S, VLLM, ints, penstock, prompt_tokens, words_for
 
@@ -40,6 +41,7 @@ LAYOUTS: dict[str, tuple[object, ...]] = {
     "chunked": ("--workers", 2),
     "split": (*SPLIT, "--local-prefill-tokens", 256),
     "apart": (*SPLIT, "--local-prefill-tokens", 0),
+    "never": (*SPLIT, "--local-prefill-tokens", 0, "--prefill-queue-tokens", 0),
 }
 CHUNK = 1024  # tokens per step of "chunked"
 WARM_S = 3.0
@@ -150,6 +152,20 @@ async def timelines(state: DeploymentState, since_ns: int) -> list[list[float]]:
 LEDGER = {"offered": "offered", "leased": "transfer begun", "read": "KV there"}
 
 
+async def behind(state: DeploymentState, since_ns: int) -> list[int]:
+    """Lengths of the prompts that the decode worker computed since the prefill worker was behind."""
+    bus = await connect(state.nats_url, role="client", name="bench")
+    try:
+        found = []
+        async for entry in read(bus, bus.subjects.stream("WORK"), bus.subjects.all("work"), since_ns=since_ns):
+            job = jobs.decode(entry.data)
+            if isinstance(job, jobs.Job) and job.decision.how.startswith("local: prefill workers are behind"):
+                found.append(requests.decode_head(job.request).prompt_tokens)
+        return found
+    finally:
+        await bus.close()
+
+
 def timeline(state: DeploymentState, since_ns: int) -> dict[str, dict[str, Any]]:
     """Medians and 95th percentiles, and what they are of."""
     found = asyncio.run(timelines(state, since_ns))
@@ -216,6 +232,7 @@ def mixed(asked: argparse.Namespace, state: DeploymentState, data: Path, streams
     (found["short"],) = json.loads(out.read_text())["stages"]
     steady(found["short"], streams, asked.answer)
     found["timeline"] = timeline(state, since_ns)
+    found["behind"] = asyncio.run(behind(state, since_ns))
     return found
 
 
@@ -253,6 +270,9 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
                 each = found["mixed"][f"{streams}+{rate}"] = mixed(asked, state, data, streams, rate)
                 row(layout, streams, rate, each)
                 print_timeline(layout, f"{streams} + {rate:g}/s", each["timeline"])
+                long = sum(tokens > asked.prompt // 2 for tokens in each["behind"])
+                print(f"{layout}: {streams} + {rate:g}/s: since the prefill worker was behind, the decode worker "
+                      f"computed {long} long and {len(each['behind']) - long} short prompts", flush=True)  # fmt: skip
         for streams in asked.sweep:
             each = found["sweep"][streams] = swept(asked, state, data, streams)
             print(f"| {layout} | sweep {streams} | {each['per_gpu']:,.0f} tokens/s per GPU | {each['per_user']:.1f} "

@@ -4,6 +4,8 @@ The mock engine checks every block that it did not compute itself, so a right an
 """
 
 import asyncio
+import os
+import signal
 import time
 from typing import Any
 from zlib import crc32
@@ -21,7 +23,19 @@ from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID
 from penstock.schemas.tokens import PROMPT, TokenItem
 from penstock.schemas.tokens import decode as decode_tokens
 from penstock.schemas.transfer import Prefilled
-from tests.pipeline.support import Oracle, described, ending, idle_workers, parse_sse, token_prompt, until
+from tests.chaos.log import ends_since
+from tests.pipeline.pairs.test_tracing import pid_of
+from tests.pipeline.support import (
+    Deployment,
+    Oracle,
+    described,
+    ending,
+    idle_workers,
+    parse_sse,
+    registrations,
+    token_prompt,
+    until,
+)
 
 BLOCK = 32
 pytestmark = pytest.mark.timeout(120)
@@ -240,6 +254,38 @@ async def test_many_at_once_all_end_right_and_leave_nothing_behind(
     for each, answer in zip(asked, answers, strict=True):
         assert answer.json()["choices"][0]["text"] == oracle.answer(each, 10)
     await until(lambda: nothing_held(bus), "all blocks are free and all leases closed")
+
+
+async def computed_behind(bus: Bus, since_ns: int) -> list[str]:
+    """The decode workers that computed a prompt since the prefill workers were behind, once for each prompt."""
+    subjects, found = bus.subjects, []
+    async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since_ns):
+        job = jobs.decode(entry.data)
+        if isinstance(job, Job) and job.decision.how.startswith("local: prefill workers are behind"):
+            found.append(job.decision.chosen)
+    return found
+
+
+async def test_decode_workers_compute_some_prompts_of_a_burst_and_one_that_is_killed_meanwhile_loses_none(
+    pairs: Deployment, http: httpx.AsyncClient, bus: Bus, oracle: Oracle
+) -> None:
+    began_ns = time.time_ns()
+    asked = [body(token_prompt(4000, 9100 + number), max_tokens=10) for number in range(24)]
+    async with asyncio.TaskGroup() as group:
+        answers = [group.create_task(ask(http, each)) for each in asked]
+        killed, *_ = await until(lambda: computed_behind(bus, began_ns), "a decode worker computes a prompt")
+        os.kill(pid_of(pairs, killed.rpartition("-")[0]), signal.SIGKILL)
+    for each, answer in zip(asked, answers, strict=True):
+        assert answer.result().json()["choices"][0]["text"] == oracle.answer(each, 10)
+    attempts = [end.attempt for end in await ends_since(bus, began_ns)]
+    assert len(attempts) == len(asked)
+    assert max(attempts) == 2, "one of those that the killed worker ran"
+
+    async def all_serve() -> bool:
+        found = await registrations(bus)
+        return killed not in found and len(found) == 4 and await nothing_held(bus)
+
+    await until(all_serve, "a successor of the killed worker is registered, and nothing is held")
 
 
 async def test_a_cancelled_request_frees_both_sides(http: httpx.AsyncClient, bus: Bus) -> None:
