@@ -1,9 +1,12 @@
 """Rewrites JSON schemas into the keywords that llguidance supports, and tells which types a schema allows. Pure.
 
-Every value that the result allows is a value of the schema. The result may allow less, but only in order or length:
-what an array ``contains`` comes first, and an array with ``maxContains`` has no more items than that.
+Every value that the result allows is a value of the schema. The result may allow less: what an array ``contains`` comes
+first, an array with ``maxContains`` has no more items than that, an object with ``minProperties`` has that many of its
+declared ones, and numbers end where the compiler's do.
 """
 
+import itertools
+import math
 import re
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -131,6 +134,8 @@ _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )  # the formats that llguidance enforces; JSON schema allows to treat others as annotations
+_LARGEST = 2**63 - 1024  # bound that llguidance compiles, as a float; -_LARGEST is the lowest
+_MOST_CHOICES = 64  # of declared properties
 _MOST_COPIES = 32  # of what an array contains
 _MOST_PARTS = 8  # of a oneOf
 _MOST_STEPS = 1 << 22  # for matching patterns with names
@@ -196,6 +201,8 @@ def _rewritten(schema: Any) -> Any:
         del out["uniqueItems"]
     if isinstance(kind := out.get("format"), str) and kind not in _FORMATS:
         del out["format"]
+    _bounds(out)
+    _sizes(out)
     _exactly_one(out, schema)
     _conditions(out)
     _negations(out)
@@ -230,6 +237,33 @@ def texts_of(schema: Any) -> list[str]:
                 elif key not in _NO_TEXT:
                     left.append((value, key not in ("enum", "const")))
     return [*found, *(text.replace("\\", "") for text in found if "\\" in text)]
+
+
+def _bounds(schema: Schema) -> None:
+    """Bring bounds of numbers into the compiler's range, as those of 64-bit integers, where they allow less then."""
+    for key, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+        value = schema.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value * sign > _LARGEST:
+            schema[key] = _LARGEST * sign
+
+
+def _sizes(schema: Schema) -> None:
+    """Rewrite ``minProperties`` and ``maxProperties``, which the compiler takes only where no property is optional."""
+    declared, required = schema.get("properties"), schema.get("required", ())
+    if not isinstance(declared, dict) or not isinstance(required, list | tuple):
+        return
+    most, closed = schema.get("maxProperties"), schema.get("additionalProperties") is False
+    if isinstance(most, int) and most >= len(declared) and closed and "patternProperties" not in schema:
+        del schema["maxProperties"]
+    least, optional = schema.get("minProperties"), [name for name in declared if name not in required]
+    if not isinstance(least, int) or not optional:
+        return
+    more = least - len({*required})
+    if more > len(optional) or (more > 0 and math.comb(len(optional), more) > _MOST_CHOICES):
+        return
+    del schema["minProperties"]
+    if more > 0:
+        _also(schema, {"anyOf": [{"required": [*each]} for each in itertools.combinations(optional, more)]})
 
 
 def _also(schema: Schema, *others: Any) -> None:

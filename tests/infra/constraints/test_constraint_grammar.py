@@ -100,3 +100,26 @@ def test_whatever_the_library_raises_is_an_error_about_the_constraint(
 ) -> None:
     with pytest.raises(ConstraintError, match=says):
         form(Constraint(kind, text))
+
+
+def accepts(schema: Any, value: Any) -> bool:
+    matcher = constraint_grammar.compiled(
+        Constraint(JSON_SCHEMA, json.dumps(schema)), constraint_grammar.byte_tokenizer(0, ())
+    )
+    return matcher.try_consume_tokens(text := [*json.dumps(value).encode()]) == len(text) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -(2**62), 2**62], [2**63, 0.5]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1.7976931348623157e308}, [0.5, 2**60], [-1]),
+        (
+            {"properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 2, "additionalProperties": False},
+            [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}, []],
+            [{}, {"c": 3}],
+        ),
+    ],
+)
+def test_bounds_of_64_bits_and_numbers_of_properties_are_kept(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    assert [accepts(schema, value) for value in (*good, *bad)] == [True] * len(good) + [False] * len(bad)

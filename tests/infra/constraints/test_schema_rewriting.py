@@ -45,6 +45,19 @@ SCHEMAS = st.one_of(
     st.just({"propertyNames": {"maxLength": 0}}),
     st.just({"propertyNames": {"enum": ["a"]}}),
     st.just({"properties": {"a": {"not": {"type": "integer"}}}, "minProperties": 1.0}),
+    st.builds(
+        lambda least, most, required, extra: {
+            "properties": {"a": True, "b": {"type": "integer"}},
+            "minProperties": least,
+            "maxProperties": most,
+            "required": required,
+            "additionalProperties": extra,
+        },
+        st.integers(0, 4),
+        st.integers(0, 3),
+        st.lists(st.sampled_from("abf"), max_size=2),
+        st.booleans(),
+    ),
 )
 
 
@@ -75,6 +88,11 @@ def test_no_value_is_in_a_schema_and_in_its_negation(schema: Any, value: Any) ->
         ({"format": "uuid"}, {"format": "uuid"}),
         ({"const": {"if": {}}}, {"const": {"if": {}}}),
         ({"properties": {"if": {"then": 1}}}, {"properties": {"if": {}}}),
+        (
+            {"properties": {"a": {}}, "required": ["b"], "minProperties": 1},
+            {"properties": {"a": {}}, "required": ["b"]},
+        ),
+        ({"maximum": 2**70, "minimum": 2**70}, {"maximum": 2**63 - 1024, "minimum": 2**70}),
     ],
 )
 def test_what_means_nothing_is_left_out_and_values_are_not_touched(schema: Any, plain: Any) -> None:
