@@ -111,7 +111,6 @@ def _harmony(writer: GrammarWriter, content: str | None, calls: CallRules | None
 
 
 MOST_PARTS = 512
-ANY = f"/{ANY_TEXT}/"
 
 
 class BadTag(ValueError):
@@ -133,13 +132,17 @@ class _Tags:
         self._writer = writer
         self._left = MOST_PARTS
         self._kinds: dict[str, Callable[[dict[str, Any]], str]] = {
-            "any_text": lambda part: self._rule(ANY),
+            "any_text": lambda part: self._rule(self._writer.text_without(*_texts(part, "excludes"))),
             "const_string": lambda part: quoted(_text(part, "value")),
             "grammar": self._grammar,
-            "json_schema": lambda part: writer.json(_get(part, "json_schema", (dict, bool))),
-            "or": lambda part: self._rule(" | ".join(map(self._part, _list(part, "elements")))),
+            "json_schema": self._schema,
+            "optional": lambda part: f"({self._part(part.get('content'))})?",
+            "or": self._or,
+            "plus": lambda part: f"({self._part(part.get('content'))})+",
             "regex": lambda part: self._rule(_slashed(_text(part, "pattern"))),
-            "sequence": lambda part: self._rule(" ".join(map(self._part, _list(part, "elements")))),
+            "repeat": self._repeat,
+            "sequence": self._sequence,
+            "star": lambda part: f"({self._part(part.get('content'))})*",
             "tag": lambda part: self._rule(self._tag(part, part.get("content"))),
             "tags_with_separator": self._separated,
             "triggered_tags": self._triggered,
@@ -172,6 +175,17 @@ class _Tags:
     def _grammar(self, part: dict[str, Any]) -> str:
         raise CannotExpress("type 'grammar' is not supported within a structural tag; use regex or json_schema")
 
+    def _schema(self, part: dict[str, Any]) -> str:
+        if (style := part.get("style") or "json") != "json":
+            raise CannotExpress(f"style {str(style)[:40]!r} of a json_schema is not supported; leave it out")
+        return self._writer.json(_get(part, "json_schema", (dict, bool)))
+
+    def _repeat(self, part: dict[str, Any]) -> str:
+        least, most = _get(part, "min", int), _get(part, "max", int)
+        if not 0 <= least <= MOST_PARTS or (most != -1 and not least <= most <= MOST_PARTS):
+            raise BadTag(f"min and max must be from 0 to {MOST_PARTS}, min at most max; max: -1 is no limit")
+        return f"({self._part(part.get('content'))}){{{least},{'' if most == -1 else most}}}"
+
     def _tag(self, part: dict[str, Any], content: Any, cut: str = "") -> str:
         """``begin``, without what ``cut`` is of it, to ``end``."""
         begin, ends = _text(part, "begin"), part.get("end", "")
@@ -179,12 +193,34 @@ class _Tags:
         if not isinstance(ends, list) or not ends or not all(isinstance(each, str) for each in ends):
             raise BadTag("end must be a text or a list of texts")
         lead = self._writer.literal(begin[len(cut) :]) if len(begin) > len(cut) else ""
-        if isinstance(content, dict) and content.get("type") == "any_text":
-            if not all(ends):
-                raise BadTag("any_text needs an end")
-            return f"{lead} ({' | '.join(self._writer.text_until(each) for each in ends)})"
-        closing = " | ".join(self._writer.literal(each) if each else '""' for each in ends)
-        return f"{lead} {self._part(content)} ({closing})"
+        if isinstance(content, dict) and content.get("type") == "any_text" and not all(ends):
+            raise BadTag("any_text needs an end")
+        return f"{lead} ({' | '.join(self._before(content, each) for each in ends)})"
+
+    def _before(self, part: Any, end: str) -> str:
+        """A part and the text behind it, at which free text in the part ends."""
+        kind = part.get("type") if end and isinstance(part, dict) else ""
+        if kind == "any_text":
+            return self._writer.text_until(end, excludes=_texts(part, "excludes"))
+        if kind in ("or", "sequence", "triggered_tags"):
+            return {"or": self._or, "sequence": self._sequence, "triggered_tags": self._triggered}[kind](part, end)
+        return f"{self._part(part)} {self._writer.literal(end)}"
+
+    def _or(self, part: dict[str, Any], end: str = "") -> str:
+        return self._rule(" | ".join(f"({self._before(each, end)})" for each in _list(part, "elements")))
+
+    def _sequence(self, part: dict[str, Any], end: str = "") -> str:
+        elements, made = [*_list(part, "elements")], list[str]()
+        while elements:
+            first, following = elements.pop(0), elements[0] if elements else None
+            if isinstance(following, dict) and following.get("type") == "const_string":
+                made.append(self._before(first, _text(following, "value")))
+                elements.pop(0)
+                if not elements:
+                    made.append(self._writer.literal(end))
+            else:
+                made.append(self._before(first, "" if elements else end))
+        return self._rule(" ".join(made))
 
     def _separated(self, part: dict[str, Any]) -> str:
         tags = [self._rule(self._tag(each, each.get("content"))) for each in _objects(part, "tags")]
@@ -193,9 +229,13 @@ class _Tags:
         many = one if part.get("stop_after_first") else f"{one} ({separator} {one})*"
         return self._rule(many if part.get("at_least_one") else f"({many})?")
 
-    def _triggered(self, part: dict[str, Any]) -> str:
-        """Any text; where it has a trigger, one of the tags that begin with it follows."""
-        triggers, tags = _list(part, "triggers"), _objects(part, "tags")
+    def _triggered(self, part: dict[str, Any], end: str = "") -> str:
+        """Any text; where it has a trigger, one of the tags that begin with it follows.
+
+        With ``at_least_one``, it begins with a tag.
+        """
+        triggers, tags, excludes = _list(part, "triggers"), _objects(part, "tags"), _texts(part, "excludes")
+        excludes = [*excludes, end] if end else excludes
         if not triggers or not all(isinstance(each, str) and each for each in triggers):
             raise BadTag("triggers must be a list of texts")
         begun: list[str] = []
@@ -204,15 +244,20 @@ class _Tags:
             if not own:
                 raise BadTag(f"no tag begins with the trigger {trigger[:40]!r}")
             rest = self._rule(" | ".join(f"({self._tag(each, each.get('content'), trigger)})" for each in own))
-            begun.append(f"{self._writer.text_until(trigger)} {rest}")
+            begun.append(f"{self._writer.text_until(trigger, excludes=excludes)} {rest}")
         for each in tags:
             if not _text(each, "begin").startswith(tuple(triggers)):
                 raise BadTag(f"the tag {each['begin'][:40]!r} begins with none of the triggers")
         one = self._rule(" | ".join(f"({each})" for each in begun))
-        tail = self._writer.text_without(*triggers)
+        first = ""
+        if part.get("at_least_one"):
+            first = self._rule(" | ".join(f"({self._tag(each, each.get('content'))})" for each in tags))
+        tail = self._writer.text_until(end, excludes=[*triggers, *excludes]) if end else ""
+        tail = tail or self._writer.text_without(*triggers, *excludes)
         if part.get("stop_after_first"):
-            return self._rule(one if part.get("at_least_one") else f"({one} | {tail})")
-        return self._rule(f"{one}{'+' if part.get('at_least_one') else '*'} {tail}")
+            closing = self._writer.literal(end)
+            return self._rule(f"{first} {closing}" if first else f"({one} {closing} | {tail})")
+        return self._rule(f"{first} {one}* {tail}")
 
 
 def _slashed(pattern: str) -> str:
@@ -237,6 +282,14 @@ def _list(part: dict[str, Any], name: str) -> Sequence[Any]:
     if not value:
         raise BadTag(f"{name} is empty")
     return value
+
+
+def _texts(part: dict[str, Any], name: str) -> list[str]:
+    """A list of texts that may be left out."""
+    found = part.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+        raise BadTag(f"{name} must be a list of texts")
+    return found
 
 
 def _objects(part: dict[str, Any], name: str) -> list[dict[str, Any]]:

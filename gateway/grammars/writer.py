@@ -97,23 +97,29 @@ class GrammarWriter:
                 return mark[: found.start()], mark[found.start() :]
         return mark, ""
 
-    def text_until(self, end: str, *, max_tokens: int | None = None, pattern: str = ANY_TEXT) -> str:
+    def text_until(
+        self, end: str, *, max_tokens: int | None = None, pattern: str = ANY_TEXT, excludes: Sequence[str] = ()
+    ) -> str:
         """Text of a pattern, then ``end``, which does not occur in it. Behind ``max_tokens``, ``end`` is forced.
 
+        Args:
+            excludes: texts that do not occur in it either.
         Raises:
             CannotExpress: ``max_tokens`` with an end that does not begin with a token.
         """
         before, rest = self.spelled(end)
         if max_tokens == 0:
             return self.literal(end)
+        text = self.text_without(*excludes) if excludes else f"/{pattern}/"
         if rest and not before:
             options = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
-            return f"{self.rule(f'/{pattern}/', options=options)} {self.literal(rest)}"
+            return f"{self.rule(text, options=options)} {self.literal(rest)}"
         if max_tokens is not None:
             raise CannotExpress(f"this model ends its reasoning by the words {end!r}, so it cannot be limited")
         if rest:  # text cannot contain the token, so the last ``before`` in it is the one
-            return f"{self.rule(f'/({pattern}){escaped(before)}/')} {self.literal(rest)}"
-        return self.rule(f"/{pattern}/", options=f"[suffix={quoted(end)}]")
+            body = self.terminal(f"{text} {quoted(before)}") if excludes else f"/({pattern}){escaped(before)}/"
+            return f"{self.rule(body)} {self.literal(rest)}"
+        return self.rule(text, options=f"[suffix={quoted(end)}]")
 
     def text_without(self, *texts: str) -> str:
         """Any text in which none of these occurs; it may be empty."""

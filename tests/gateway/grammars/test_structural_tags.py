@@ -54,6 +54,15 @@ def tags(kind: str, **more: Any) -> dict[str, Any]:
     return {"format": {"type": kind, "tags": listed, **more}}
 
 
+def within(content: dict[str, Any], end: str = "</a>") -> dict[str, Any]:
+    return {"format": {"type": "tag", "begin": "<a>", "content": content, "end": end}}
+
+
+DIGITS = {"type": "const_string", "value": "1"}
+WORDS = {
+    "type": "sequence",
+    "elements": [{"type": "const_string", "value": "A"}, {"type": "any_text", "excludes": ["<b>"]}],
+}
 SEQUENCE = {
     "format": {
         "type": "sequence",
@@ -84,7 +93,32 @@ SEQUENCE = {
         (tags("tags_with_separator", separator=", ", at_least_one=True), "", False),
         (tags("tags_with_separator", separator=", ", stop_after_first=True), "<n>1</n>, <n>2</n>", False),
         (tags("triggered_tags", triggers=["<n"], at_least_one=True), "text", False),
-        (tags("triggered_tags", triggers=["<n"], at_least_one=True), "text <n>1</n> text", True),
+        (tags("triggered_tags", triggers=["<n"], at_least_one=True), "text <n>1</n>", False),
+        (tags("triggered_tags", triggers=["<n"], at_least_one=True), "<n>1</n> text <n>2</n> text", True),
+        (tags("triggered_tags", triggers=["<n"], at_least_one=True, stop_after_first=True), "<n>1</n>", True),
+        (tags("triggered_tags", triggers=["<n"], excludes=["no"]), "yes <n>1</n> yes", True),
+        (tags("triggered_tags", triggers=["<n"], excludes=["no"]), "no <n>1</n>", False),
+        (tags("triggered_tags", triggers=["<n"], excludes=["no"]), "<n>1</n> no", False),
+        (within(tags("triggered_tags", triggers=["<n"])["format"]), "<a>x <n>1</n> y</a>", True),
+        (within(tags("triggered_tags", triggers=["<n"])["format"]), "<a>x</a> y</a>", False),
+        (within(WORDS), "<a>A x</a>", True),
+        (within(WORDS), "<a>A <b>x</a>", False),
+        (within({"type": "or", "elements": [WORDS, {"type": "const_string", "value": "B"}]}), "<a>B</a>", True),
+        (within({"type": "or", "elements": [WORDS, {"type": "const_string", "value": "B"}]}), "<a>A x</a>", True),
+        (within({"type": "any_text", "excludes": ["<b>", "</tool_call>"]}, "</tool_call>"), "<a>x</tool_call>", True),
+        (within({"type": "any_text", "excludes": ["<b>"]}, "</tool_call>"), "<a>x<b></tool_call>", False),
+        (within({"type": "any_text", "excludes": ["<b>"]}, "; </tool_call>"), "<a>x; </tool_call>", True),
+        (within({"type": "any_text", "excludes": ["<b>"]}, "; </tool_call>"), "<a><b>; </tool_call>", False),
+        ({"format": {"type": "any_text", "excludes": ["<b>"]}}, "x <b>", False),
+        ({"format": {"type": "sequence", "elements": [{"type": "any_text"}, DIGITS, DIGITS]}}, "any 11", True),
+        ({"format": {"type": "optional", "content": DIGITS}}, "", True),
+        ({"format": {"type": "plus", "content": DIGITS}}, "", False),
+        ({"format": {"type": "plus", "content": DIGITS}}, "11", True),
+        ({"format": {"type": "star", "content": DIGITS}}, "", True),
+        ({"format": {"type": "repeat", "min": 1, "max": 2, "content": DIGITS}}, "11", True),
+        ({"format": {"type": "repeat", "min": 1, "max": 2, "content": DIGITS}}, "111", False),
+        ({"format": {"type": "repeat", "min": 2, "max": -1, "content": DIGITS}}, "111", True),
+        ({"format": {"type": "repeat", "min": 2, "max": -1, "content": DIGITS}}, "1", False),
         (tags("triggered_tags", triggers=["<n"], stop_after_first=True), "text <n>1</n> text", False),
     ],
 )
@@ -101,6 +135,9 @@ def test_formats_are_trees(tag: dict[str, Any], text: str, allowed: bool) -> Non
         ({"structures": [structure("<a>", {}), structure("b", {})], "triggers": ["<a"]}, "none of the triggers"),
         ({"structures": [structure("<a>", {})], "triggers": [""]}, "triggers"),
         ({"format": {"type": "or", "elements": ["x"]}}, "object"),
+        ({"format": {"type": "any_text", "excludes": "x"}}, "excludes must be"),
+        ({"format": {"type": "repeat", "min": 2, "max": 1, "content": {"type": "any_text"}}}, "min and max"),
+        ({"format": {"type": "repeat", "max": 1, "content": {"type": "any_text"}}}, "min is missing"),
         ({"format": {"type": "tag", "begin": "<a>", "end": 3, "content": {}}}, "end"),
         ({"format": {"type": "sequence", "elements": [{"type": "any_text"}] * (MOST_PARTS + 1)}}, str(MOST_PARTS)),
     ],
@@ -113,3 +150,5 @@ def test_a_tag_of_another_form_is_refused(tag: dict[str, Any], says: str) -> Non
 def test_a_kind_that_is_not_supported_is_named() -> None:
     with pytest.raises(CannotExpress, match="qwen_xml_parameter"):
         write_tags(GrammarWriter(lambda mark: None), {"format": {"type": "qwen_xml_parameter"}})
+    with pytest.raises(CannotExpress, match="style 'glm_xml'"):
+        write_tags(GrammarWriter(lambda mark: None), {"format": {"type": "json_schema", "style": "glm_xml"}})
