@@ -299,6 +299,7 @@ async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:
 
 
 async def _use(bus: Bus, publisher: Publisher) -> None:
+    await bus.await_streams(START_S)
     await bus.follow_clock()
     await publisher.open()
 

@@ -67,13 +67,12 @@ async def _serve(settings: RouterSettings, users: Mapping[str, str]) -> int:
         on_fatal=stop.failed,
     )
     try:
-        bus = await stop.unless_asked(connecting)
+        async with await stop.unless_asked(connecting) as bus, Publisher(bus) as publisher:
+            await stop.unless_asked(bus.await_streams(START_S))
+            await bus.follow_clock()
+            await _run_router(settings, bus, publisher, stop, users)
     except StoppedEarly:
         log.info("stopped_during_startup")
-        return stop.status
-    async with bus, Publisher(bus) as publisher:
-        await bus.follow_clock()
-        await _run_router(settings, bus, publisher, stop, users)
     return stop.status
 
 

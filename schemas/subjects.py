@@ -267,6 +267,11 @@ class Subjects:
     def bucket(self, name: str) -> str:
         return f"{self.namespace}_{name}"
 
+    @property
+    def awaited(self) -> str:
+        """The stream that is made last: where it is, all are."""
+        return f"KV_{self.bucket('workers')}"
+
     def all(self, kind: str) -> str:
         """Every subject of one kind ("work", "kv", ...)."""
         return f"{self.namespace}.{kind}.>"

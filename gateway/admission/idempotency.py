@@ -154,7 +154,7 @@ async def _write(bus: Bus, subject: str, value: Identity, revision: int) -> int:
         ServingError: broker_unavailable.
     """
     try:
-        reply = await compare_and_set(bus, subject, encode(value), revision, _TIMEOUT_S, ttl_s=KEEP_S)
+        reply = await compare_and_set(bus.nc, subject, encode(value), revision, _TIMEOUT_S, ttl_s=KEEP_S)
     except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
         raise _unavailable(repr(error)) from None
     if reply.error is None:

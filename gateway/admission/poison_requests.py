@@ -192,7 +192,7 @@ class Verdicts:
     async def _write(self, key: str, value: bytes, revision: int, ttl_s: int = 0) -> int:
         """The new revision; 0: another gateway was first, or the broker does not answer."""
         try:
-            reply = await compare_and_set(self._bus, self._prefix + key, value, revision, WITHIN_S, ttl_s=ttl_s)
+            reply = await compare_and_set(self._bus.nc, self._prefix + key, value, revision, WITHIN_S, ttl_s=ttl_s)
         except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             log.warning("verdict_not_stored", error=repr(error))
             return 0

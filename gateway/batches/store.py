@@ -159,7 +159,7 @@ class BatchStore:
         subject = f"$KV.{self._bucket}.{key_of(value)}"
         try:
             reply = await compare_and_set(
-                self._bus, subject, encode(value), revision, WRITE_S, ttl_s=max(1, round(left_s))
+                self._bus.nc, subject, encode(value), revision, WRITE_S, ttl_s=max(1, round(left_s))
             )
         except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             raise _unavailable(repr(error)) from None
@@ -256,7 +256,7 @@ class BatchLog:
         refused = ""
         while True:
             with suppress(NatsError, OSError, TimeoutError, ServingError, msgspec.MsgspecError):
-                reply = await compare_and_set(self._bus, self._subject, payload, self._last, WRITE_S)
+                reply = await compare_and_set(self._bus.nc, self._subject, payload, self._last, WRITE_S)
                 if reply.error is None:
                     self._last = reply.seq
                     return

@@ -133,7 +133,7 @@ class Operators:
         stored = []
         for bus, data, revision in zip(self.buses, values, revisions, strict=True):
             try:
-                reply = await compare_and_set(bus, self._subject(bus, key), data, revision, WRITE_S)
+                reply = await compare_and_set(bus.nc, self._subject(bus, key), data, revision, WRITE_S)
             except (NatsError, OSError, TimeoutError, msgspec.MsgspecError) as error:
                 raise self._unavailable(repr(error)) from None
             if reply.error is not None:

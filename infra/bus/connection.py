@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 import structlog
+from nats.errors import Error as NatsError
 from nats.errors import SlowConsumerError, UnexpectedEOF
 from nats.js import JetStreamContext
 
 from penstock.infra.bus.client import BusClient, asks_for_login
 from penstock.infra.bus.clock import BrokerClock
+from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
 from penstock.infra.bus.tasks import Failed, Tasks
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.streams import HEADROOM, MAX_PAYLOAD
@@ -104,7 +106,22 @@ class Bus:
 
     async def follow_clock(self) -> None:
         """Use the broker's time from now on if this machine's differs; if the broker does not answer yet, later."""
-        await self.clock.follow(self.nc, self.tasks, f"KV_{self.subjects.bucket('workers')}")
+        await self.clock.follow(self.nc, self.tasks, self.subjects.awaited)
+
+    async def await_streams(self, wait_s: float) -> None:
+        """Wait until there are streams, for this time at most: they are made when the broker has started."""
+        until, logged = time.monotonic() + wait_s, False
+        while time.monotonic() < until:
+            try:
+                reply = await self.nc.request(f"$JS.API.STREAM.INFO.{self.subjects.awaited}", b"", timeout=CONNECT_S)
+                if f'"err_code":{STREAM_NOT_FOUND}'.encode() not in reply.data:
+                    return
+            except (NatsError, OSError, TimeoutError):  # an election; whoever needs a stream says what is wrong with it
+                return
+            if not logged:
+                log.warning("streams_awaited", missing=self.subjects.awaited, fix="penstock streams apply")
+                logged = True
+            await asyncio.sleep(1.0)
 
     @property
     def connected(self) -> bool:

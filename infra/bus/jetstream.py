@@ -14,7 +14,7 @@ import msgspec
 from penstock.schemas.subjects import HEADER_LAST_ON_SUBJECT
 
 if TYPE_CHECKING:  # a stopped deployment is read without the client, which loads slowly
-    from penstock.infra.bus.connection import Bus
+    from nats.aio.client import Client
 
 CONSUMER_NOT_FOUND = 10014
 NO_MESSAGE_FOUND = 10037
@@ -68,7 +68,7 @@ PAUSE_S = 0.05
 
 
 async def compare_and_set(
-    bus: "Bus", subject: str, value: bytes, revision: int, within_s: float, *, ttl_s: int = 0
+    nc: "Client", subject: str, value: bytes, revision: int, within_s: float, *, ttl_s: int = 0
 ) -> PublishReply:
     """Store a value in the place of ``revision`` (0: there is none yet).
 
@@ -90,7 +90,7 @@ async def compare_and_set(
         last = until - time.monotonic() <= PAUSE_S
         try:
             left = max(PAUSE_S, until - time.monotonic())
-            message = await bus.nc.request(subject, value, timeout=left, headers=headers)
+            message = await nc.request(subject, value, timeout=left, headers=headers)
             reply = decode_publish_reply(message.data)
             if last or reply.error is None or reply.error.err_code not in BUSY:
                 return reply

@@ -71,12 +71,14 @@ async def apply(
         for config in configs:
             config["placement"] = {"tags": list(tags)}
     await _check_room(nc, topology.subjects, configs, replicas, tags)
-    for config in configs:
+    last = topology.subjects.awaited  # processes that start meanwhile wait for it
+    for config in sorted(configs, key=lambda config: config["name"] == last):
+        if config["name"] == last:
+            for consumer in topology.consumers:
+                done += await _apply_consumer(nc, consumer)
         if size_bytes and config["storage"] == "file":  # a start without the setting does not make it larger
             config["metadata"] = config.get("metadata", {}) | {SET_BY_OPERATOR: "max_bytes"}
         done += await _apply_stream(nc, config)
-    for consumer in topology.consumers:
-        done += await _apply_consumer(nc, consumer)
     return done
 
 

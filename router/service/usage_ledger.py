@@ -165,7 +165,9 @@ class UsageLedger:
         Raises:
             ServingError: ``broker_unavailable``; it was not stored, for example because another router stored one.
         """
-        reply = await compare_and_set(self._bus, self._bus.subjects.usage(part.number), encode(part), revision, WRITE_S)
+        reply = await compare_and_set(
+            self._bus.nc, self._bus.subjects.usage(part.number), encode(part), revision, WRITE_S
+        )
         if reply.error is not None:
             raise ServingError(Code.broker_unavailable, f"the ledger of usage was not stored: {reply.error}")
         self._part, self._revision = part, reply.seq

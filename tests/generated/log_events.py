@@ -245,6 +245,7 @@ MEANINGS = {
     "audit_entry_unreadable": "an entry of the audit log is of a later release, and is left out",
     "audit_not_stored": "an entry is in this log only, because the broker does not store it",
     "audit_stream_missing": "a change is not in the audit log, because the broker has no stream for it yet",
+    "streams_awaited": "the broker has no streams yet; this process waits for them",
     "broker_awaited": "no broker answers yet; this process waits for it",
     "broker_away": "the broker of a cell after the first does not answer a starting gateway; other cells serve",
     "budget_unreadable": "a key's stored counters cannot be read; they start from zero",

@@ -306,6 +306,7 @@ class WorkerProcess:
         )
         publisher = Publisher(bus)
         try:
+            await self._stopping.unless_asked(bus.await_streams(START_S))
             await publisher.open()
             await self._stopping.unless_asked(bus.follow_clock())
             await self._stopping.unless_asked(self._report_last_life(publisher, bus.subjects))

@@ -268,7 +268,7 @@ class Limiter:
         proposal = account.propose(ledger, self._clock())
         subject, value = self._prefix + key_id, encode(proposal.ledger)
         try:
-            reply = await compare_and_set(self._bus, subject, value, revision, self._within_s, ttl_s=KEEP_S)
+            reply = await compare_and_set(self._bus.nc, subject, value, revision, self._within_s, ttl_s=KEEP_S)
         except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             account.gave_back(proposal)  # it may be stored nevertheless
             raise _unavailable(repr(error)) from None

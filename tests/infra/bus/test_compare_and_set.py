@@ -22,7 +22,7 @@ async def test_a_refusal_for_a_moment_is_waited_out(bus: Bus, code: int) -> None
         await bus.nc.publish(message.reply, json.dumps(error if len(asked) < 3 else {"stream": "s", "seq": 9}).encode())
 
     server = await bus.nc.subscribe(subject, cb=answer)
-    reply = await compare_and_set(bus, subject, b"v", 4, 10, ttl_s=60)
+    reply = await compare_and_set(bus.nc, subject, b"v", 4, 10, ttl_s=60)
     assert (reply.seq, reply.error) == (9, None)
     assert asked == [{"Nats-Expected-Last-Subject-Sequence": "4", "Nats-TTL": "60"}] * 3
     await server.unsubscribe()
@@ -31,8 +31,8 @@ async def test_a_refusal_for_a_moment_is_waited_out(bus: Bus, code: int) -> None
 async def test_a_subject_without_a_leader_is_asked_until_there_is_one(bus: Bus) -> None:
     subject = f"{bus.subjects.namespace}.stand.in"
     with pytest.raises(NoRespondersError):
-        await compare_and_set(bus, subject, b"v", 0, 0.2)
-    waiting = asyncio.create_task(compare_and_set(bus, subject, b"v", 0, 10))
+        await compare_and_set(bus.nc, subject, b"v", 0, 0.2)
+    waiting = asyncio.create_task(compare_and_set(bus.nc, subject, b"v", 0, 10))
 
     async def answer(message: Msg) -> None:
         await bus.nc.publish(message.reply, b'{"stream": "s", "seq": 1}')
@@ -44,7 +44,7 @@ async def test_a_subject_without_a_leader_is_asked_until_there_is_one(bus: Bus) 
 
 async def test_another_revision_is_said_at_once(bus: Bus) -> None:
     subject = f"$KV.{bus.subjects.bucket('idempotency')}.x"
-    assert (await compare_and_set(bus, subject, b"v", 0, 5, ttl_s=60)).error is None
-    again = await compare_and_set(bus, subject, b"v", 0, 5, ttl_s=60)
+    assert (await compare_and_set(bus.nc, subject, b"v", 0, 5, ttl_s=60)).error is None
+    again = await compare_and_set(bus.nc, subject, b"v", 0, 5, ttl_s=60)
     assert again.error is not None
     assert again.error.err_code == WRONG_LAST_SEQUENCE

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 from msgspec.structs import replace
+from nats.aio.client import Client
 
 from penstock.cli.commands import main
-from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.infra.nats_server.jetstream_api import request
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -17,7 +19,9 @@ from penstock.operate.streams import run_list, run_set
 from penstock.schemas.fleet import Registration
 from penstock.schemas.routers import Member
 from penstock.schemas.streams import DAY, GIB, HOUR, MIB, topology
+from penstock.schemas.subjects import Subjects
 from penstock.schemas.wire import encode
+from tests.infra.bus.support import eventually
 from tests.infra.nats_server.support import lose_store
 from tests.penstock.log_tools.requests.support import accept
 from tests.pipeline.support import Process
@@ -44,6 +48,21 @@ async def test_streams_are_listed_with_what_they_hold_and_their_limits(
     shown = capsys.readouterr().out
     assert "accepted requests" in shown
     assert "7 d" in shown
+
+
+async def test_processes_wait_for_streams_that_are_made_after_the_broker_started(
+    broker: EmbeddedNats, nc: Client, subjects: Subjects
+) -> None:
+    """Each start that failed would be tried again by Kubernetes later and later."""
+    async with await connect(broker.url(), role="operator", name="x", namespace=subjects.namespace) as bus:
+        with structlog.testing.capture_logs() as logged:
+            waiting = asyncio.create_task(bus.await_streams(60))
+            await eventually(lambda: any(each["event"] == "streams_awaited" for each in logged))
+        assert not waiting.done()
+        done = await apply(nc, topology(subjects))
+        assert done[-1] == f"created {subjects.awaited}", "what is waited for is made last"
+        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(bus.await_streams(60), 10)
 
 
 async def test_limits_that_were_set_stay_when_the_streams_are_applied_again(
