@@ -43,7 +43,7 @@ from penstock.operate.doctor.fleet import (
     find_keys,
     from_outside,
 )
-from penstock.operate.doctor.machine import PLANNED, Growth, check_machine
+from penstock.operate.doctor.machine import PLANNED, SHARED_MEMORY_FIX, Growth, check_machine
 from penstock.operate.workers import registrations
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import ConnectorUse
@@ -59,6 +59,7 @@ class _Known(NamedTuple):
     fix: str
 
 
+_LINES = re.IGNORECASE | re.MULTILINE
 _KNOWN = (
     _Known(
         "GPU memory",
@@ -86,8 +87,14 @@ _KNOWN = (
         "bring torch's CUDA build, the driver and the GPU together: `nvidia-smi` shows what the driver supports",
     ),
     _Known(
+        "shared memory",
+        re.compile(rb"^.*(?:/dev/shm|posix_fallocate|shared memory).*no space left on device|\bBus error", _LINES),
+        CheckStatus.problem,
+        SHARED_MEMORY_FIX,
+    ),
+    _Known(
         "disk",
-        re.compile(rb"no space left on device", re.IGNORECASE),
+        re.compile(rb"^(?!.*(?:/dev/shm|posix_fallocate|shared memory)).*no space left on device", _LINES),
         CheckStatus.warning,
         "make room on the data folder's disk",
     ),

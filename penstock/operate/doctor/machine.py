@@ -23,6 +23,8 @@ from penstock.schemas.subjects import Subjects
 ROOM = 64 << 20
 (FILLING, _), (ALMOST_FULL, _) = LEVELS  # as `disk_nearly_full` is logged
 GPU_S = 10.0  # nvidia-smi hangs with some broken drivers
+LEAST_SHARED_BYTES = 1 << 30
+SHARED_MEMORY_FIX = "give the container more: --shm-size 16g, shm_size in Compose, `sharedMemory` in the chart"
 CONTAINERS_S = 10.0  # so does a client whose daemon stands still
 
 
@@ -61,6 +63,7 @@ def check_machine(
         *check_gpus(os.environ),
         *(check_containers() if state is None else []),  # what runs here needs none
         *check_transport(),
+        check_shared_memory(),
         check_memory_lock(),
     ]
 
@@ -200,6 +203,23 @@ def check_transport() -> list[CheckResult]:
     if rdma:
         return [ok("KV transport", f"NIXL with RDMA devices {', '.join(rdma)}")]
     return [ok("KV transport", "NIXL without RDMA devices: shared memory on this machine, TCP to others")]
+
+
+def check_shared_memory(folder: str = "/dev/shm", *, gpus: bool | None = None) -> CheckResult:
+    """Ranks of an engine exchange data in files there: without room they end with a bus error, or one of NCCL.
+
+    Args:
+        gpus: whether there are several; None: look.
+    """
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 if gpus is None else gpus
+    try:
+        size = shutil.disk_usage(folder).total
+    except OSError as error:
+        return skipped("shared memory", f"{folder}: {error.strerror}")
+    if gpus and size < LEAST_SHARED_BYTES:
+        what = f"{folder} has {show_size(size)}; an engine over several GPUs needs 1 GiB or more"
+        return warning("shared memory", what, SHARED_MEMORY_FIX)
+    return ok("shared memory", f"{folder} has {show_size(size)}")
 
 
 def check_memory_lock() -> CheckResult:

@@ -724,6 +724,33 @@ def test_a_gpu_out_of_memory_in_a_log_comes_with_the_three_settings_to_lower(tmp
     assert all(word in finding.fix for word in ("max_num_tokens", "max_batch_size", "free_gpu_memory_fraction"))
 
 
+@pytest.mark.parametrize(
+    ("line", "check"),
+    [
+        (
+            "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-a, No space left on device",
+            "shared",
+        ),
+        ("include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device (28)", "shared"),
+        ("Fatal Python error: Bus error", "shared"),
+        ("[ERR] write /data/jetstream/1.blk: no space left on device", "disk"),
+    ],
+)
+def test_shared_memory_that_is_full_is_not_called_a_full_disk(tmp_path: Path, line: str, check: str) -> None:
+    (tmp_path / "worker-0.log").write_text(f"start\n{line}\nend\n")
+    [finding] = check_logs(tmp_path)
+    assert finding.check.startswith(check)
+    assert ("--shm-size" in finding.fix) == (check == "shared")
+
+
+def test_a_small_dev_shm_is_named_where_there_are_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=64 << 20))  # docker's default
+    assert machine.check_shared_memory(gpus=False).status is CheckStatus.ok
+    finding = machine.check_shared_memory(gpus=True)
+    assert (finding.status, "64.0 MiB" in finding.what) == (CheckStatus.warning, True)
+    assert "sharedMemory" in finding.fix
+
+
 def test_logs_without_trouble_are_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("all is well\n")
     assert statuses(check_logs(tmp_path)) == {"logs": CheckStatus.ok}
