@@ -1,19 +1,25 @@
-"""A Lark grammar that does not refer to itself, as one regular expression. Pure.
+"""A Lark grammar as one regular expression. Pure.
 
 What a tool's text must match stands within a call, mostly as a JSON string: llguidance quotes regular expressions, but
 not grammars. And one expression has no lexemes whose ends a lexer must guess: in JSON, where a line ends by ``\\n``, it
 would take the backslash for the text before.
+
+A rule that refers to itself only at the ends of its alternatives is a repetition. Any other is followed as often as the
+expression stays small, ``NESTS`` times at most: what it matches is in the grammar, and nested less deeply.
 
 The dialect is that of llguidance, whose expressions are those of Rust's ``regex``:
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 MAX_CHARACTERS = 65_536  # of an expression, and of a grammar
 MAX_DEPTH = 64  # of rules and groups within each other
+NESTS = 8
+MAX_NESTED_CHARACTERS = 16_384  # of an expression with nested rules: llguidance compiles it in about half a second
+MAX_STEPS = 50_000  # for nested rules, some 0.1 s
 COMMON: Mapping[str, str] = {  # of ``%import common``, as llguidance defines them
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -57,27 +63,48 @@ class NotOneExpression(ValueError):
     """It is a grammar of another kind; the text says why."""
 
 
+class Steps:
+    """What is left of ``MAX_STEPS`` to the grammars of one request."""
+
+    def __init__(self) -> None:
+        self.left = MAX_STEPS
+
+    def take(self) -> None:
+        """
+        Raises:
+            NotOneExpression: nothing is left.
+        """
+        self.left -= 1
+        if self.left < 0:
+            raise NotOneExpression(f"nested rules take more than {MAX_STEPS} steps")
+
+
 class _Part(NamedTuple):
     kind: str
     text: str
     line: int
 
 
-def expression(grammar: str) -> str:
+def expression(grammar: str, steps: Steps | None = None) -> str:
     """The expression that matches the same texts, unanchored, each ``/`` and line break in it escaped.
 
+    Args:
+        steps: shared with other grammars; None: it has all for itself.
     Raises:
         BadLark, NotOneExpression
     """
     if len(grammar) > MAX_CHARACTERS:
         raise NotOneExpression(f"it has {len(grammar)} characters; the limit is {MAX_CHARACTERS}")
-    return _Grammar(_parts(grammar)).expression()
+    read = _Grammar(_parts(grammar), steps or Steps())
+    return read.nested() if read.recursive else read.expression()
 
 
 def of_regex(pattern: str) -> str:
     """An expression as ``expression`` gives them."""
     pattern = pattern.removeprefix("^")
-    return slashed(pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern)
+    body = pattern.removesuffix("$")
+    escaped = (len(body) - len(body.rstrip("\\"))) % 2  # by the last backslash before it, itself not escaped
+    return slashed(pattern if escaped else body)
 
 
 def _parts(grammar: str) -> list[_Part]:
@@ -100,14 +127,54 @@ def _parts(grammar: str) -> list[_Part]:
 class _Grammar:
     """Rules by name, as parts. ``ignored``: expressions of what may stand between lexemes."""
 
-    def __init__(self, parts: list[_Part]) -> None:
+    def __init__(self, parts: list[_Part], steps: Steps) -> None:
+        self._steps = steps
         self._rules: dict[str, list[_Part]] = {}
         self._ignored: list[list[_Part]] = []
-        self._made: dict[str, str] = {}
+        self._made: dict[
+            str | tuple[str, ...], str | None
+        ] = {}  # by name; of rules that lead to themselves, what is open
         self._open: list[str] = []  # rules that are being made
         self._between = ""
-        self._depth = 0
+        self._depth = self._nest = 0
+        self._most = MAX_CHARACTERS
         self._read(parts)
+        self._rules = {name: _repeated(name, rule) for name, rule in self._rules.items()}
+        self.recursive = self._leading_to_themselves()
+
+    def _leading_to_themselves(self) -> set[str]:
+        """Rules that refer to themselves, and those that lead to one."""
+        refers = {
+            name: {part.text.lstrip("!?") for part in rule if part.kind == "name"} & self._rules.keys()
+            for name, rule in self._rules.items()
+        }
+        users: dict[str, list[str]] = {}
+        for name, used in refers.items():
+            for each in used:
+                users.setdefault(each, []).append(name)
+        left = {name: len(used) for name, used in refers.items()}
+        due = [name for name, count in left.items() if not count]
+        while due:
+            name = due.pop()
+            del left[name]
+            for user in users.get(name, ()):
+                left[user] -= 1
+                if not left[user]:
+                    due.append(user)
+        return left.keys() & self._rules.keys()
+
+    def nested(self) -> str:
+        """The expression with rules nested as deeply as its size allows."""
+        made, self._most = "", MAX_NESTED_CHARACTERS
+        for self._nest in range(1, NESTS + 1):
+            try:
+                made = self.expression()
+            except NotOneExpression as error:
+                if not made:
+                    raise NotOneExpression(f"{min(self.recursive)} refers to itself: {error}") from None
+                break
+            self._depth = 0
+        return made
 
     def expression(self) -> str:
         if "start" not in self._rules:
@@ -115,9 +182,17 @@ class _Grammar:
         if self._ignored:
             choices = ""
             for each in self._ignored:
-                choices = _bounded(f"{choices}|{self._alternatives(each, lexical=True)}")
+                choices = self._bounded(f"{choices}|{self._alternatives(each, lexical=True)}")
             self._between = f"(?:{choices[1:]})*"
-        return self._named("start", 1)
+        made = self._named("start", 1)
+        if made is None:
+            raise BadLark("the rule start has no end: each alternative leads to itself")
+        return made
+
+    def _bounded(self, made: str) -> str:
+        if len(made) > self._most:
+            raise NotOneExpression(f"it takes more than {self._most} characters as a regular expression")
+        return made
 
     def _read(self, parts: list[_Part]) -> None:
         for statement in _statements(parts):
@@ -149,19 +224,21 @@ class _Grammar:
                 raise NotOneExpression(f"line {statement[0].line}: common has no {own}")
             self._made[name] = f"(?:{slashed(COMMON[own])})"
 
-    def _named(self, name: str, line: int) -> str:
-        if name not in self._made:
+    def _named(self, name: str, line: int) -> str | None:
+        """None: it is nested more deeply than this expression goes."""
+        key = (name, str(self._nest), *sorted(self._open)) if name in self.recursive else name
+        if key not in self._made:
             if name not in self._rules:
                 raise BadLark(f"line {line}: {name} is not defined")
-            if name in self._open:
-                raise NotOneExpression(f"the rule {name} refers to itself")
+            if self._open.count(name) > self._nest:
+                return None
             self._open.append(name)
             made = self._alternatives(self._rules[name], lexical=name.lstrip("_")[:1].isupper())
             self._open.pop()
-            self._made[name] = f"(?:{made})"
-        return self._made[name]
+            self._made[key] = None if made is None else f"(?:{made})"
+        return self._made[key]
 
-    def _alternatives(self, parts: list[_Part], *, lexical: bool) -> str:
+    def _alternatives(self, parts: list[_Part], *, lexical: bool) -> str | None:
         """
         Args:
             lexical: they are parts of one lexeme, within which nothing is ignored.
@@ -171,15 +248,17 @@ class _Grammar:
             raise BadLark(f"line {parts[at].line}: {parts[at].text!r} is not expected here")
         return out
 
-    def _choice(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str, int]:
+    def _choice(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str | None, int]:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise NotOneExpression(f"rules and groups are nested more than {MAX_DEPTH} deep")
-        out = ""
+        ways: list[str] = []
+        out: str | None = ""
         while at < len(parts) and parts[at].text not in (")", "]"):
             part = parts[at]
             if part.text == "|":
-                out += "|"
+                ways += [] if out is None else [out]
+                out = ""
                 at += 1
             elif part.text == "->":
                 at += 2  # the name of a tree
@@ -187,13 +266,20 @@ class _Grammar:
                 at += 1
             else:
                 atom, at = self._atom(parts, at, lexical=lexical)
-                out += atom  # in place, unlike the sum as an argument
-                _bounded(out)
+                if out is not None and atom is not None:
+                    out += atom  # in place, unlike the sum as an argument
+                    self._bounded(out)
+                else:
+                    out = None
         self._depth -= 1
-        return out, at
+        ways += [] if out is None else [out]
+        return self._bounded("|".join(ways)) if ways else None, at
 
-    def _atom(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str, int]:
+    def _atom(self, parts: list[_Part], at: int, *, lexical: bool) -> tuple[str | None, int]:
+        if self._nest:
+            self._steps.take()
         part = parts[at]
+        atom: str | None
         at += 1
         single = False
         if part.text in ("(", "["):
@@ -201,7 +287,9 @@ class _Grammar:
             if at >= len(parts):
                 raise BadLark(f"line {part.line}: {part.text!r} is not closed")
             at += 1
-            atom = f"(?:{inner}){'?' if part.text == '[' else ''}"
+            atom = None if inner is None else f"(?:{inner})"
+            if part.text == "[":
+                atom = f"{atom or ''}{'?' if atom else ''}"
         elif part.kind == "text":
             single = True
             atom = _literal(part)
@@ -216,6 +304,11 @@ class _Grammar:
             single = part.text.lstrip("_")[:1].isupper()
         else:
             raise BadLark(f"line {part.line}: {part.text!r} is not expected here")
+        if atom is None:
+            if at < len(parts) and (parts[at].kind == "times" or parts[at].text in ("?", "*", "+")):
+                times = _times(parts[at])
+                return "" if times[0] in "?*" or times.startswith(("{0,", "{0}")) else None, at + 1
+            return None, at
         if single and self._between and not lexical:
             atom = f"(?:{atom}{self._between})"
         if at < len(parts) and (parts[at].kind == "times" or parts[at].text in ("?", "*", "+")):
@@ -224,10 +317,57 @@ class _Grammar:
         return atom, at
 
 
-def _bounded(made: str) -> str:
-    if len(made) > MAX_CHARACTERS:
-        raise NotOneExpression(f"it takes more than {MAX_CHARACTERS} characters as a regular expression")
-    return made
+def _ways(parts: list[_Part]) -> Iterator[list[_Part]]:
+    """The alternatives of a rule, without names of trees."""
+    way: list[_Part] = []
+    depth = skip = 0
+    for part in parts:
+        depth += (part.text in ("(", "[")) - (part.text in (")", "]"))
+        if part.text == "|" and not depth:
+            yield way
+            way = []
+        elif part.text == "->" and part.kind == "sign":
+            skip = 1
+        elif part.kind != "line":
+            way += [] if skip else [part]
+            skip = 0
+    yield way
+
+
+def _repeated(name: str, parts: list[_Part]) -> list[_Part]:
+    """A rule without the references to itself with which alternatives begin or end, if it has no others.
+
+    ``a: a x | z a | a m a | y`` matches ``z* y (x | m z* y)*``.
+    """
+    own = [part.kind == "name" and part.text.lstrip("!?") == name for part in parts]
+    if not any(own):
+        return parts
+    first: list[list[_Part]] = []
+    left: list[list[_Part]] = []
+    right: list[list[_Part]] = []
+    both: list[list[_Part]] = []
+    for way in _ways(parts):
+        inner = [part.kind == "name" and part.text.lstrip("!?") == name for part in way]
+        begins, ends = bool(inner) and inner[0], len(inner) > 1 and inner[-1]
+        kept = way[begins : len(way) - ends]
+        if begins and (not kept or kept[0].kind == "times" or kept[0].text in ("?", "*", "+")):
+            return parts
+        if any(inner[begins : len(way) - ends]):
+            return parts
+        (both if begins and ends else left if begins else right if ends else first).append(kept)
+    if not first:
+        return parts
+    line = parts[0].line
+
+    def sign(text: str) -> _Part:
+        return _Part("sign", text, line)
+
+    def any_of(ways: list[list[_Part]], times: str = "") -> list[_Part]:
+        inner = [part for way in ways for part in (sign("|"), *way)][1:]
+        return [sign("("), *inner, sign(")"), *([sign(times)] if times else [])] if ways else []
+
+    one = [*any_of(right, "*"), *any_of(first)]
+    return [*one, *any_of([*left, *([[*any_of(both), *one]] if both else [])], "*")]
 
 
 def _statements(parts: list[_Part]) -> list[list[_Part]]:

@@ -15,7 +15,14 @@ from msgspec import Meta, Struct
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, Logprobs, SamplingOptions, StopText
 from penstock.gateway.base.request_bodies import CommonOptions, Name, ToolInput, decode_body, invalid, unsupported
 from penstock.infra.constraints.constraint_grammar import LARK, REGEX
-from penstock.infra.constraints.lark_expression import MAX_CHARACTERS, BadLark, NotOneExpression, expression, of_regex
+from penstock.infra.constraints.lark_expression import (
+    MAX_CHARACTERS,
+    BadLark,
+    NotOneExpression,
+    Steps,
+    expression,
+    of_regex,
+)
 from penstock.schemas.requests import Constraint
 
 MAX_TOOLS = 512  # including those in namespaces
@@ -142,7 +149,7 @@ def _rules(
     tools: Iterable[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], ToolInput | BadLark | NotOneExpression | None]]:
     """Each tool, with what its text must match, or why there is no rule. All grammars together have one limit."""
-    left = MOST_GRAMMARS
+    left, steps = MOST_GRAMMARS, Steps()
     for tool in tools:
         form = tool.get("format")
         if tool.get("type") != CUSTOM or not isinstance(form, dict) or form.get("type") != "grammar":
@@ -154,14 +161,14 @@ def _rules(
             continue
         left -= len(text)
         try:  # one that is not enforced is told to the model, and ``left_out`` names it
-            rule = _rule(syntax, text, left)
+            rule = _rule(syntax, text, left, steps)
             left -= len(rule.schema["properties"][_INPUT]["pattern"])
             yield tool, rule
         except (BadLark, NotOneExpression) as error:
             yield tool, error
 
 
-def _rule(syntax: str, text: str, left: int) -> ToolInput:
+def _rule(syntax: str, text: str, left: int, steps: Steps) -> ToolInput:
     """
     Raises:
         BadLark, NotOneExpression
@@ -170,7 +177,7 @@ def _rule(syntax: str, text: str, left: int) -> ToolInput:
         raise NotOneExpression(
             f"the grammars of all tools and their expressions have more than {2 * MAX_CHARACTERS} characters"
         )
-    pattern = expression(text) if syntax == "lark" else of_regex(text)
+    pattern = expression(text, steps) if syntax == "lark" else of_regex(text)
     schema = msgspec.json.decode(msgspec.json.encode(_TAKES_TEXT))
     schema["properties"][_INPUT] = {"type": "string", "pattern": f"^(?:{pattern})$"}
     return ToolInput(schema, Constraint(LARK if syntax == "lark" else REGEX, text))

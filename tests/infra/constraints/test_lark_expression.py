@@ -14,7 +14,14 @@ from penstock.infra.constraints.constraint_grammar import (
     check,
     compiled,
 )
-from penstock.infra.constraints.lark_expression import COMMON, BadLark, NotOneExpression, expression
+from penstock.infra.constraints.lark_expression import (
+    COMMON,
+    MAX_NESTED_CHARACTERS,
+    BadLark,
+    NotOneExpression,
+    expression,
+    of_regex,
+)
 from penstock.schemas.requests import Constraint
 
 # Of an agent that edits files, as it sends it with every request.
@@ -45,7 +52,23 @@ GRAMMARS = (
     'start: pair ("," pair)*\npair: NAME "=" INT\nNAME: /[a-c]{1,3}/\n%import common (INT, LF)\n%ignore " "\n',
     "start: W\n%import common.WS -> W\n",
     '?start: (x | "é\\u0041")+\n!x: "-"i\n',
+    'start: e\n?e: e "+" e -> add | "-" e | e "!" | "x" ["y"] | "(" "z" ")"\n',
+    'start: list\nlist: /[ab]/ | list "," /[ab]/ | list ";"\n%ignore " "\n',
 )
+NESTED = {  # texts that are nested two deep
+    'start: "(" start ")" | "x"': ["x", "((x))"],
+    'start: e\ne: t (("+" | "-") t)*\nt: INT | "(" e ")"\n%import common.INT\n%ignore " "': ["1 + 2", "(1-(2+33))"],
+    'start: t [op start]\nop: "+" | "-"\nt: "x"': ["x", "x+x-x"],
+    """start: value
+       value: object | array | STRING | NUMBER | "true" | "null"
+       object: "{" [pair ("," pair)*] "}"
+       pair: STRING ":" value
+       array: "[" [value ("," value)*] "]"
+       STRING: /"[^"]*"/
+       %import common.NUMBER
+       %ignore " " """: ["{}", '{"a": [1, 2.5, "b"], "c": null}', "[[], [true]]"],
+}
+MUTUAL = "".join(f'{each}: "{each}" (a|b|c|d|e|f)* | "(" (a|b|c|d|e|f) ")"\n' for each in "abcdef")
 VOCABULARY = byte_tokenizer(0, [])
 PLAIN = (*b"\t\n\r", *range(32, 127), *"é".encode())
 
@@ -92,6 +115,35 @@ def test_it_matches_the_texts_of_the_grammar(grammar: str) -> None:
             assert accepts(quoted(pattern), json.dumps({"input": each}, ensure_ascii=False)) == wanted, each
 
 
+@pytest.mark.parametrize("grammar", NESTED)
+def test_what_a_grammar_that_refers_to_itself_allows_is_matched_up_to_a_depth(grammar: str) -> None:
+    own, pattern = Constraint(LARK, grammar), expression(grammar)
+    alone = Constraint(LARK, f"start: /{pattern}/")
+    texts = [text for seed in range(20) if (text := drawn(alone, seed))]
+    assert len(set(texts)) > 1
+    assert all(accepts(own, text.rstrip(" ")) for text in texts)  # llguidance ignores nothing behind a number
+    for text in NESTED[grammar]:
+        assert accepts(own, text)
+        assert accepts(alone, text)
+        assert accepts(quoted(pattern), json.dumps({"input": text}))
+        assert not accepts(quoted(pattern), json.dumps({"input": text + ")"}))
+    assert len(pattern) <= MAX_NESTED_CHARACTERS
+
+
+def test_nested_rules_are_followed_eight_deep_where_the_expression_stays_small() -> None:
+    constraint = quoted(expression('start: "(" start ")" | "x"'))
+    deep = [accepts(constraint, json.dumps({"input": "(" * depth + "x" + ")" * depth})) for depth in range(12)]
+    assert deep == [True] * 9 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [("^a$", "a"), (r"a\$", r"a\$"), (r"a\\$", r"a\\"), (r"\\\$", r"\\\$"), (r"a\\", r"a\\"), ("$", "")],
+)
+def test_the_anchors_of_an_expression_are_left_out_and_an_escaped_dollar_stays(given: str, made: str) -> None:
+    assert of_regex(given) == made
+
+
 @pytest.mark.parametrize("name", COMMON)
 def test_common_terminals_are_those_of_llguidance(name: str) -> None:
     own = Constraint(LARK, f"start: {name}\n%import common.{name}\n")
@@ -104,7 +156,8 @@ def test_common_terminals_are_those_of_llguidance(name: str) -> None:
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        ('start: "(" start ")" | "x"', "the rule start refers to itself"),
+        (f"start: a\n{MUTUAL}", "a refers to itself: it takes more than 16384 characters"),
+        (f"start: a\n{MUTUAL}" + 'y: ""\nz: ' + "y " * 30_000 + '\na0: z | "q" a0 "q"', "a refers to itself: it"),
         ("start: T\nT: /a+/ & ~/aa/", "line 2: '& ~/aa/' has no regular expression"),
         ("start: %json {}", "has no regular expression"),
         ('start[max_tokens=3]: "a"', "has no regular expression"),
@@ -128,6 +181,7 @@ def test_other_grammars_have_no_expression(grammar: str, words: str) -> None:
         ("", "there is no rule 'start'"),
         ("start: 'a'", "line 1: \"'a'\" is not Lark"),
         ("start: x", "line 1: x is not defined"),
+        ("start: x y\nx: x", "line 1: y is not defined"),
         ('start: ("a"', r"line 1: '\(' is not closed"),
         ('start: "a")', r"line 1: '\)' is not expected here"),
         ('start: "a"\n\nstart: "b"', "line 3: start is defined twice"),

@@ -87,10 +87,19 @@ def test_a_custom_tool_is_a_function_of_one_text_and_its_grammar_is_told() -> No
 
 
 def test_a_grammar_without_an_expression_is_told_and_named_as_ignored() -> None:
-    deep = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
-    tools = [function("run"), {"type": "custom", "name": "apply", "format": deep}]
-    assert input_rules(tools) == {}
+    nested = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "x"'}
+    other = {"type": "grammar", "syntax": "lark", "definition": "start: A\nA: /a+/ & ~/aa/"}
+    tools = [{"type": "custom", "name": name, "format": form} for name, form in (("run", nested), ("apply", other))]
+    assert list(input_rules(tools)) == ["run"]
     assert left_out(tools) == ["tools[1].format"]
+
+
+def test_nested_rules_of_all_tools_have_one_limit_of_time() -> None:
+    slow = "start: a\n" + "".join(f'{name}: a b c d e f g h | "x"\n' for name in "abcdefgh")
+    forms = [{"type": "grammar", "syntax": "lark", "definition": text} for text in (slow, 'start: "(" start ")" | "x"')]
+    tools = [{"type": "custom", "name": str(number), "format": form} for number, form in enumerate(forms)]
+    assert list(input_rules(tools[::-1])) == ["1"]
+    assert list(input_rules(tools)) == []
 
 
 def test_the_grammars_of_all_tools_have_one_limit() -> None:
