@@ -171,7 +171,7 @@ async def _check_room(
     A server does not tell its limits (``max_file_store``, ``max_memory_store``) to those who may use it, and counts
     what streams may take, not what they do. So a stream without messages is created with the size in question.
     """
-    if tags and not await _fits(nc, subjects, "file", _MIB, replicas, tags):
+    if tags and await _fits(nc, subjects, "file", _MIB, replicas, tags) is False:
         raise BrokerProblem(
             f"no {replicas} server{'s' if replicas > 1 else ''} of the cluster with room and the "
             f"tag{'s' if len(tags) > 1 else ''} {', '.join(tags)}: set `server_tags: [{', '.join(tags)}]` in the "
@@ -184,13 +184,13 @@ async def _check_room(
         after = config["max_bytes"] if existing is None else widened(existing, config)["max_bytes"]
         needed[config["storage"]] += max(0, after - before)
     for storage, size in needed.items():
-        if not size or await _fits(nc, subjects, storage, size, replicas, tags):
+        if not size or await _fits(nc, subjects, storage, size, replicas, tags) is not False:
             continue
         free, taken = 0, size
         while taken - free > _MIB:
             middle = (free + taken) // 2
             fits = await _fits(nc, subjects, storage, middle, replicas, tags)
-            free, taken = (middle, taken) if fits else (free, middle)
+            free, taken = (middle, taken) if fits else (free, middle)  # what was not shown to be free is not
         raise BrokerProblem(
             f"the streams need {size} bytes of {storage} storage ({size / _GIB:.1f} GiB), and the broker has {free} "
             f"free ({free / _GIB:.1f} GiB): raise {_STORES[storage]} of its `jetstream {{ ... }}` block, or the limit "
@@ -200,8 +200,8 @@ async def _check_room(
 
 async def _fits(
     nc: Client, subjects: Subjects, storage: str, size: int, replicas: int, tags: Sequence[str] = ()
-) -> bool:
-    """Whether a stream of this size can be created; other refusals are left to the real ones."""
+) -> bool | None:
+    """Whether a stream of this size can be created. None: it was refused otherwise, which is left to the real ones."""
     name = subjects.stream(f"PROBE_{secrets.token_hex(4)}")
     config: Config = {"name": name, "subjects": [f"{subjects.namespace}.probe.{name}"], "max_bytes": size}
     if tags:
@@ -209,7 +209,7 @@ async def _fits(
     try:
         await request(nc, f"STREAM.CREATE.{name}", config | {"storage": storage, "num_replicas": replicas})
     except BrokerProblem as error:
-        return not any(f"({code})" in str(error) for code in _NO_ROOM)
+        return False if any(f"({code})" in str(error) for code in _NO_ROOM) else None
     await request(nc, f"STREAM.DELETE.{name}", {})
     return True
 

@@ -102,6 +102,23 @@ async def test_a_broker_without_room_is_named_before_anything_is_created(
     assert await broker.streams() == {}
 
 
+async def test_a_size_that_was_refused_for_another_reason_is_not_called_free(
+    make: type[OwnBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = make("3GB")  # type: ignore[arg-type]
+    await broker.ready()
+    real = apply_module.request
+
+    async def unanswered(nc: Client, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        if 3 * GIB < body.get("max_bytes", 0) < 8 * GIB and "PROBE" in verb:
+            raise BrokerProblem("no answer")
+        return await real(nc, verb, body)
+
+    monkeypatch.setattr(apply_module, "request", unanswered)
+    with pytest.raises(BrokerProblem, match=r"the broker has \d+ free \(3\.0 GiB\)"):
+        await apply_at(broker.url, S)
+
+
 async def test_smaller_streams_fit_and_stay_small(make: type[OwnBroker]) -> None:
     broker = make("3GB")  # type: ignore[arg-type]
     await broker.ready()
