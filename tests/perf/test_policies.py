@@ -9,7 +9,7 @@ from penstock.measure.simulation.policy import Placement, SimulatedFleet, Worker
 from penstock.measure.simulation.trace import Request
 from penstock.router.placement import cost
 from penstock.router.placement.routing import Weights
-from tests.perf.comparison import POLICIES, TableCell, figures, run, runs, summaries
+from tests.perf.comparison import POLICIES, SimulationFigures, TableCell, figures, run, runs, summaries
 from tests.perf.policies import CellsPolicy, DynamoPolicy, RulePolicy, least_requests, round_robin
 from tests.perf.workloads import WORKLOADS, generate
 
@@ -116,6 +116,20 @@ def test_decode_workers_that_compute_no_prompts_keep_their_sequences_faster() ->
         for tokens in (1000, 0)
     ]
     assert gaps[1] < gaps[0]
+
+
+def test_decode_workers_compute_prompts_only_while_prefill_workers_are_behind() -> None:
+    fleet = SimulatedFleet((WorkerSpec("prefill"),) * 2 + (WorkerSpec("decode"),) * 4)
+
+    def simulated(workload: str, load: float, tokens: int) -> SimulationFigures:
+        weights = Weights(local_prefill_tokens=0, prefill_queue_tokens=tokens)
+        return run(TableCell(fleet, load, workload, None, 300, weights=weights), "kv", 0).figures
+
+    never, default = (simulated("documents", 0.5, tokens) for tokens in (0, Weights().prefill_queue_tokens))
+    assert default.ttft_mean < 0.9 * never.ttft_mean
+    assert default.ttft_p99 < never.ttft_p99
+    assert default.e2e_mean < 1.02 * never.e2e_mean
+    assert simulated("chat", 0.2, Weights().prefill_queue_tokens) == simulated("chat", 0.2, 0)  # they keep up
 
 
 def test_equal_seeds_give_equal_runs() -> None:
