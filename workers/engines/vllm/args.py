@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import BadArguments, Tree, merge
+from penstock.workers.engines.core.scheduler import DECODE_ROLE_CHUNK_TOKENS
 from penstock.workers.engines.external.arguments import event_publisher, refused, sleeps, uneven
 
 GRAMMARS = "guidance"  # vLLM's name for llguidance
@@ -159,6 +160,8 @@ def defaults(wanted: VllmSettings) -> Tree:
         "enable_chunked_prefill": True,  # otherwise a prompt longer than one step is refused
         "disable_log_stats": not worker.publish_events_and_metrics,
     }
+    if worker.role == "decode":  # of each prompt in a step, so that answers beside it wait less
+        tree["long_prefill_token_threshold"] = DECODE_ROLE_CHUNK_TOKENS
     if worker.kv_blocks:
         tree["num_gpu_blocks_override"] = worker.kv_blocks + 1  # one is vLLM's null block
     if worker.dtype != "auto":

@@ -152,6 +152,13 @@ def test_ours_are_laid_under_the_user_s_at_every_depth() -> None:
     assert (tree["max_num_seqs"], tree["max_num_batched_tokens"], tree["block_size"]) == (8, 2048, 16)
 
 
+def test_a_decode_worker_computes_long_prompts_in_chunks_beside_its_answers() -> None:
+    assert resolved(role="decode").tree["long_prefill_token_threshold"] == 1024
+    assert resolved({"long_prefill_token_threshold": 256}, role="decode").tree["long_prefill_token_threshold"] == 256
+    for role in ("aggregated", "prefill"):
+        assert "long_prefill_token_threshold" not in resolved(role=role).tree
+
+
 @pytest.mark.parametrize("pair", list(itertools.combinations(MULTIMODAL, 2)), ids="+".join)
 def test_multimodal_arguments_exclude_each_other(pair: tuple[str, str]) -> None:
     text = refusal(dict.fromkeys(pair, True))
