@@ -76,7 +76,8 @@ class OutputStream:
 
     A pipe whose reader has stopped (a parent that reads no output, a log driver that hangs) takes 64 KiB; then each
     write would wait for ever, in the event loop. One whose reader has exited (``| tee`` after Ctrl-C) would raise. What
-    is not taken is lost, without a further wait, until the reader reads again.
+    is not taken is lost, without a further wait, until the reader reads again; one that reads slowly is waited for once
+    in ``AGAIN_S``.
 
     Args:
         stream: None: closed by the parent.
@@ -84,12 +85,14 @@ class OutputStream:
     """
 
     WAIT_MS = 50
+    AGAIN_S = 10.0
 
     def __init__(self, stream: IO[str] | None, recovered: Callable[[int], None] = lambda _: None) -> None:
         self._stream = stream
         self._recovered = recovered
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self._lost = 0
+        self._wait_from = 0.0  # monotonic time
         self._cut = False  # the last line that was taken has no end
         self._lock = threading.RLock()  # an object that is destroyed meanwhile may log
         self._fd, self._to, self._most, self._poll = -1, -1, sys.maxsize, select.poll()
@@ -115,7 +118,8 @@ class OutputStream:
                 cast(IO[str], self._stream).write(data.decode(self.encoding, "replace"))
             return
         with self._lock:
-            left, waits = memoryview(b"\n" + data if self._cut else data), 0 if self._lost else self.WAIT_MS
+            left = memoryview(b"\n" + data if self._cut else data)
+            waits = 0 if self._lost or time.monotonic() < self._wait_from else self.WAIT_MS
             while left and self._poll.poll(waits):
                 try:
                     left = left[os.write(self._to, left[: self._most]) :]
@@ -128,6 +132,8 @@ class OutputStream:
                 except OSError:
                     break
                 self._cut = bool(left)
+            if left and waits:
+                self._wait_from = time.monotonic() + self.AGAIN_S
             lost, self._lost = self._lost, self._lost + 1 if left else 0
         if lost and not left:
             self._recovered(lost)

@@ -147,6 +147,24 @@ def test_a_reader_that_does_not_read_holds_nothing_up_and_is_told_what_it_missed
     out.close()
 
 
+def test_a_reader_that_reads_slowly_is_not_waited_for_each_time_it_has_read() -> None:
+    """Otherwise an event loop stands still for most of the time. A test that hangs here has failed."""
+    reading, file = pipe()
+    missed: list[int] = []
+    out = OutputStream(file, missed.append)
+    while not out._lost:
+        out.write("x" * 1000 + "\n")
+    out.WAIT_MS = 600_000
+    for rounds in range(1, 4):
+        os.read(reading, 8192)
+        out.write("again\n")
+        assert len(missed) == rounds
+        while not out._lost:
+            out.write("x" * 1000 + "\n")
+    os.close(reading)
+    file.close()
+
+
 def test_a_line_longer_than_a_pipe_is_whole_for_a_reader_that_reads() -> None:
     reading, out = pipe()
     with ThreadPoolExecutor(1) as pool, os.fdopen(reading, "rb") as reader:
