@@ -438,7 +438,7 @@ MEANINGS = {
     "prompt_not_computed": "SGLang's prefill of a pair failed",
     "prompt_not_fetched": "SGLang's decode did not get its prompt",
     "prompts_without_cudnn": "attention of prompts runs without cuDNN, and slower",
-    "prompts_without_graphs": "CUDA graphs for prompts could not be captured: slower short prompts",
+    "prompts_without_graphs": "CUDA graphs for prompts, or some of them, could not be captured: slower short prompts",
     "publish_failed": "a message could not be published; it is sent again",
     "publish_refused": "the broker refused a message: its stream is full, or the user may not",
     "pull_failed": "asking for messages failed; tried again",

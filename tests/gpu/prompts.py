@@ -1,10 +1,10 @@
 """Prompts computed with their attention in pages and, of chunks of 1,024 tokens on, by cuDNN: kernels, then an engine.
 
-python -m tests.gpu.prompts [plans] [kernels] [engine] [short]
+python -m tests.gpu.prompts [plans] [kernels] [engine] [short] [memory]
 
 One layer's attention of an 8B Llama's shape in bfloat16 (gathering and merging included), the time that cuDNN takes to
 plan a new shape, then prompt tokens per second of the whole model, and what a short prompt takes with and without
-CUDA graphs.
+CUDA graphs. "memory": graphs are captured with too little memory for the larger ones.
 """
 
 import argparse
@@ -156,13 +156,50 @@ def short() -> None:
         torch.cuda.empty_cache()
 
 
+def memory() -> None:
+    """Which graphs are left when the process may take so many MiB more while they are captured, and what prompts take.
+
+    With less memory there are fewer sizes, and never an error.
+    """
+    from penstock.workers.engines.native.build import assemble
+    from penstock.workers.engines.native.model.loading import describe
+    from penstock.workers.engines.native.model.options import NativeOptions
+    from tests.gpu.beside import config
+    from tests.gpu.native import ask, drive, large
+
+    options = NativeOptions(max_running=64, max_batched_tokens=4096, max_model_len=4096, warm=True, kv_blocks=2048)
+    total, capture = torch.cuda.get_device_properties(0).total_memory, prompt_graphs.PromptGraphs.capture
+    for mib in (0, 32, 128, 512, 8192):
+        made: list[prompt_graphs.PromptGraphs] = []
+
+        def limited(self: Any, *given: Any, mib: int = mib, made: Any = made, **named: Any) -> str:
+            made.append(self)
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (mib << 20)) / total)
+            try:
+                return capture(self, *given, **named)
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0)
+
+        with mock.patch.object(prompt_graphs.PromptGraphs, "capture", limited):
+            engine = assemble(describe(large(config("8b"))), options)
+        seconds = [drive(engine, ask(1, tokens, 4, 128256, tokens))[0] for tokens in (64, 512, 2000)]
+        sizes = sorted({size for size, _ in made[-1].graphs})
+        print(f"{mib} MiB: {len(sizes)} sizes, {sizes[-1:]} rows; 64, 512 and 2,000 tokens took {seconds}", flush=True)
+        assert sizes == made[-1].sizes or not sizes
+        engine.close()
+        del engine, made
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="*", default=["plans", "kernels", "engine", "short"])
     asked = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version())
     for what in asked.what:
-        {"plans": plans, "kernels": kernels, "engine": whole, "short": short}[what]()
+        {"plans": plans, "kernels": kernels, "engine": whole, "short": short, "memory": memory}[what]()
 
 
 if __name__ == "__main__":

@@ -337,7 +337,11 @@ class CudaExecutor:
             with torch.inference_mode():
                 rows = graphs.affordable(forward)
                 graphs.bound(rows if group is None else group.least(rows, self._device))
-                graphs.capture(forward, pool, self._variants(graphs.sizes), again=again)
+                missing = graphs.capture(
+                    forward, pool, self._variants(graphs.sizes), again=again, all_or_none=group is not None
+                )
+            if missing:
+                log.warning("prompts_without_graphs", reason=missing.strip().splitlines()[0])
         except RuntimeError as error:
             graphs.clear()
             torch.cuda.synchronize()

@@ -116,28 +116,44 @@ class PromptGraphs:
         variants: Iterable[tuple[int, bool]],
         *,
         again: bool = False,
-    ) -> None:
-        """Capture the graphs.
+        all_or_none: bool = False,
+    ) -> str:
+        """Capture the graphs. Those that the memory is too small for are left out.
 
         Args:
             forward: the model's logits of the wanted rows.
             pool: memory of other graphs, which never run at the same time.
             variants: of which rows, and whether some have an adapter; each is captured before the next one is taken.
             again: see ``CudaExecutor.capture``.
+            all_or_none: too little memory for one is an error, as with other ranks, which would wait for this one.
+
+        Returns: why some are missing; "": none is.
 
         Raises:
             RuntimeError: the model cannot be captured.
         """
+        missing: dict[int, str] = {}
         for size, adapted in variants:
+            if size in missing:
+                continue
             inputs = self.inputs(size)
-            if not again:
-                forward(inputs)  # compiles kernels and lets libraries choose theirs
+            try:
+                if not again:
+                    forward(inputs)  # compiles kernels and lets libraries choose theirs
+                    torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
+                    logits = forward(inputs)
+            except torch.OutOfMemoryError as error:
+                if all_or_none:
+                    raise
+                missing[size] = str(error)
+                self.graphs.pop((size, False), None)
                 torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode=CAPTURE):
-                logits = forward(inputs)
-            logits = unowned(logits)
-            self.graphs[size, adapted] = (graph, logits)
+                continue
+            self.graphs[size, adapted] = (graph, unowned(logits))
+        self.sizes = [size for size in self.sizes if size not in missing]
+        return f"{len(missing)} sizes, {max(missing)} rows: {missing[max(missing)]}" if missing else ""
 
     def clear(self) -> None:
         self.graphs.clear()

@@ -1,5 +1,6 @@
 """Steps with short prompts as inputs of a graph: what fits, and what lies where."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.workers.engines.native.cuda.prompt_graphs import (
     MOST_DECODES,
     PROMPTS,
     SMALL,
+    GraphInputs,
     PromptGraphs,
     unowned,
 )
@@ -140,6 +142,38 @@ def test_what_was_captured_before_is_not_computed_first(
     )
     assert sizes == ([64, 32] if again else [64, 64, 32, 32])
     assert [len(logits) for _, logits in graphs.graphs.values()] == [64, 32]
+
+
+@pytest.mark.parametrize("all_or_none", [False, True])
+def test_graphs_that_the_memory_is_too_small_for_are_left_out_and_the_others_kept(
+    graphs: PromptGraphs, monkeypatch: pytest.MonkeyPatch, all_or_none: bool
+) -> None:
+    """Except among ranks, which would wait for the one that lacks it."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs.clear()
+    tried: list[tuple[int, bool]] = []
+
+    def variants() -> Iterator[tuple[int, bool]]:
+        for size in reversed(graphs.sizes):
+            for adapted in (False, True):
+                tried.append((size, adapted))
+                yield size, adapted
+
+    def forward(inputs: GraphInputs) -> torch.Tensor:
+        if len(inputs.tokens) == 512 or (len(inputs.tokens) == 448 and tried[-1][1]):
+            raise torch.OutOfMemoryError("out of memory")
+        return inputs.tokens
+
+    if all_or_none:
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.capture(forward, None, variants(), all_or_none=True)
+        return
+    assert graphs.capture(forward, None, variants()) == "2 sizes, 512 rows: out of memory"
+    assert graphs.sizes == [32, 64, 96, 128, 192, 256, 320, 384]
+    assert graphs.graphs.keys() == {(size, adapted) for size in graphs.sizes for adapted in (False, True)}
+    assert [graphs.fit(step(1, tokens)) for tokens in (380, 440)] == [384, 0]
 
 
 def test_results_of_graphs_keep_no_memory() -> None:
