@@ -364,6 +364,32 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
+class _KeyedName(str):
+    """A name that is written behind a key, and that a template can compare as if there were none."""
+
+    def __new__(cls, key: str, name: str) -> "_KeyedName":
+        made = super().__new__(cls, key + name)
+        made.name = name
+        return made
+
+    name: str
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == other
+
+    def __ne__(self, other: object) -> bool:
+        return self.name != other
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __contains__(self, part: str) -> bool:  # type: ignore[override]
+        return part in self.name
+
+    def startswith(self, *given: Any) -> bool:
+        return self.name.startswith(*given)
+
+
 def _beside_calls(message: Message, beside: dict[str, str], nonce: str) -> Message:
     """A message with calls without its text. This is noted by a number that follows the nonce before its first name."""
     calls, content = message.get("tool_calls"), message.get("content")
@@ -372,7 +398,7 @@ def _beside_calls(message: Message, beside: dict[str, str], nonce: str) -> Messa
     if not calls or not content:
         return message
     beside[number := f"{len(beside):0{_DIGITS}}"] = content
-    function = {**calls[0]["function"], "name": nonce + number + calls[0]["function"]["name"]}
+    function = {**calls[0]["function"], "name": _KeyedName(nonce + number, calls[0]["function"]["name"])}
     return {**message, "content": "", "tool_calls": [{**calls[0], "function": function}, *calls[1:]]}
 
 

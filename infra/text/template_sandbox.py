@@ -228,7 +228,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif kind is LoopContext:
             if attribute in _OF_LOOP:
                 return getattr(obj, attribute)
-        elif kind is str and attribute in _GROWING:
+        elif attribute in _GROWING and issubclass(kind, str):
             return partial(_GROWING[attribute], super().getattr(obj, attribute), obj)
         return super().getattr(obj, attribute)
 

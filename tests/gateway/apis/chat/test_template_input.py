@@ -188,6 +188,22 @@ def test_text_beside_calls_that_the_template_leaves_out_is_written_before_them(
     assert ("text beside calls" in omits) == ("Well." not in expected)
 
 
+@pytest.mark.parametrize(
+    "compares",
+    [
+        "name == 'w'", "'w' == name", "not name != 'w'", "name in ['v', 'w']", "{'w': true}[name]", "'w' in name",
+        "name.startswith('w')", "[{'name': 'w'}] | selectattr('name', 'equalto', name) | list", "name is eq('w')",
+    ],
+)  # fmt: skip
+def test_a_template_that_compares_the_names_of_calls_writes_text_beside_them_nevertheless(compares: str) -> None:
+    """As Llama's does, with the names of built-in tools."""
+    written = "{% set name = c.function.name %}{{ name }}{% if " + compares + " %}!{% endif %}"
+    source = (CALLS_ALONE % ("<call>\n", "")).replace("{{ c.function.name }}", written)
+    calls = [{"id": "0", "type": "function", "function": {"name": "w", "arguments": {"a": 1}}}]
+    prompt = ChatTemplate(source, {}).render([ASKED, {"role": "assistant", "content": "Well.", "tool_calls": calls}])
+    assert prompt == "[user]q/[assistant]Well.\n<call>\nw!(1)/[assistant]"
+
+
 def test_texts_beside_many_calls_take_one_pass_over_the_prompt() -> None:
     calls = [{"id": "0", "type": "function", "function": {"name": "w", "arguments": {"a": 1}}}]
     messages = [ASKED, *({"role": "assistant", "content": f"{at:01000}", "tool_calls": calls} for at in range(2000))]
