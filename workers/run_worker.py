@@ -11,7 +11,7 @@ from penstock.infra.metrics.scope import PortTaken, check_port
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers import families
 from penstock.schemas.errors import ServingError
-from penstock.workers.engines.engine_protocol import EngineError, NodeLost
+from penstock.workers.engines.engine_protocol import EngineAway, EngineError, NodeLost
 from penstock.workers.engines.support import SUPPORT, able, install_hint
 from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable
 from penstock.workers.metrics.multiprocess import own_directory
@@ -46,15 +46,15 @@ def run(settings: WorkerSettings) -> int:
         log.error("start_failed", error=str(error))
         sys.stdout.flush()
         os._exit(EXIT_START)  # ranks that wait for the lost one hold this process's end up
+    except (ServingError, PortTaken, EngineAway) as error:
+        log.error("start_failed", error=str(error))
+        return EXIT_START
     except (modeldir.ModelError, EngineError, TransportUnavailable, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
     except ModuleNotFoundError as error:
         log.error("start_failed", error=install_hint(error, settings.engine, settings.role))
         return EXIT_CONFIG
-    except (ServingError, PortTaken) as error:
-        log.error("start_failed", error=str(error))
-        return EXIT_START
 
 
 async def _serve(settings: WorkerSettings) -> int:

@@ -28,7 +28,7 @@ from penstock.workers.engines.engine_protocol import Engine, NodeLost
 from penstock.workers.run_worker import check_nodes, check_settings, run
 from penstock.workers.runners import token_backend as module
 from penstock.workers.runners.token_backend import build_engine, model_path
-from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
+from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
 from tests.workers.support import ControlledEngine, LogClient, answer, engine, ids, request
@@ -386,6 +386,15 @@ def test_a_worker_whose_transfer_backend_is_broken_does_not_start_and_says_why(
     assert status == EXIT_CONFIG
     assert "start_failed" in said
     assert "NIXL" in said
+
+
+def test_a_worker_whose_server_is_not_there_yet_ends_so_that_it_is_started_again(
+    broker: EmbeddedNats, tmp_path: Path
+) -> None:
+    """With the status of a wrong setting, no supervisor would: a server that restarts would have lost its worker."""
+    status, said = ended(broker, tmp_path, "--engine", "openai", "--url", "http://127.0.0.1:1")
+    assert status == EXIT_START
+    assert "the server at http://127.0.0.1:1" in said
 
 
 def test_settings_that_contradict_each_other_end_the_process_with_the_way_out(

@@ -36,6 +36,10 @@ class EngineError(Exception):
     """The engine is broken; the worker requeues its requests and exits."""
 
 
+class EngineAway(EngineError):
+    """What the engine needs does not answer now: another start may help."""
+
+
 class NodeLost(EngineError):
     """A machine of an engine over several is gone, or did not come: no request is to blame, and a restart may help."""
 

@@ -241,6 +241,10 @@ class ProcessEvents(Protocol):
 MakeBackend = Callable[[WorkerSettings, WorkerMetrics, ProcessEvents], Backend]
 
 
+async def _result(task: "asyncio.Task[T]") -> T:
+    return await task
+
+
 class WorkerProcess:
     """Construct it in the event loop that serves it.
 
@@ -293,24 +297,28 @@ class WorkerProcess:
         """
         settings = self._settings
         connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
-        bus = await self._stopping.unless_asked(
-            connect(
-                settings.nats_url,
-                role="worker",
-                name=connection,
-                namespace=settings.namespace,
-                wait_s=START_S,
-                skip_subject_validation=True,
-                on_fatal=self._task_failed,
-            )
+        opening = asyncio.create_task(self._backend.open(connection), name="open")
+        connecting = connect(
+            settings.nats_url,
+            role="worker",
+            name=connection,
+            namespace=settings.namespace,
+            wait_s=START_S,
+            skip_subject_validation=True,
+            on_fatal=self._task_failed,
         )
+        try:
+            bus = await self._step(opening, connecting)
+        except BaseException:
+            await self._close(opening)
+            raise
         publisher = Publisher(bus)
         try:
-            await self._stopping.unless_asked(bus.await_streams(START_S))
+            await self._step(opening, bus.await_streams(START_S))
             await publisher.open()
-            await self._stopping.unless_asked(bus.follow_clock())
-            await self._stopping.unless_asked(self._report_last_life(publisher, bus.subjects))
-            model = await self._stopping.unless_asked(self._backend.open(connection))
+            await self._step(opening, bus.follow_clock())
+            await self._step(opening, self._report_last_life(publisher, bus.subjects))
+            model = await self._stopping.unless_asked(_result(opening))
             broker = BusBroker(bus)
 
             def make_session() -> WorkerSession:
@@ -319,9 +327,31 @@ class WorkerProcess:
 
             return await self._run(bus, broker, make_session)
         finally:
-            await self._backend.close()
+            await self._close(opening)
             await publisher.close()
             await bus.close()
+
+    async def _step(self, opening: "asyncio.Task[ServedModel]", work: Coroutine[Any, Any, T]) -> T:
+        """A step of the start. An engine that fails meanwhile ends it: the broker may be waited for, for minutes."""
+
+        async def unless_it_fails() -> T:
+            task = asyncio.ensure_future(work)
+            try:
+                await asyncio.wait([task, opening], return_when=asyncio.FIRST_COMPLETED)
+                if opening.done():
+                    opening.result()
+                return await task
+            finally:
+                task.cancel()
+
+        return await self._stopping.unless_asked(unless_it_fails())
+
+    async def _close(self, opening: "asyncio.Task[ServedModel]") -> None:
+        opening.cancel()
+        await asyncio.wait([opening])
+        if not opening.cancelled():
+            opening.exception()
+        await self._backend.close()
 
     async def _report_last_life(self, publisher: Publisher, subjects: Subjects) -> None:
         """Return what this worker ran when its last process was killed, before it is registered again.

@@ -30,7 +30,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.fleet import AUTO
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.requests import CARRIED_CHAT
-from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest
+from penstock.workers.engines.engine_protocol import EngineAway, EngineError, EngineInfo, SequenceRequest
 from penstock.workers.engines.external.engine import Adapter, BlockCounts, ExternalEngine, Slots
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
 from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate, Token
@@ -592,7 +592,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
     """
     Raises:
         BadArguments: the settings do not fit the server; one line per problem.
-        EngineError: the server does not answer.
+        EngineAway: the server does not answer.
+        EngineError: it refuses what the worker needs.
         modeldir.ModelError: the directory cannot be used.
     """
     began = time.perf_counter()
@@ -612,8 +613,10 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
 
         try:
             abilities = loop.run(found(), SILENT_S)
-        except (ServerBusy, CompletionRefused, ServerLost, TimeoutError) as error:
+        except CompletionRefused as error:
             raise EngineError(f"the server at {server.url} cannot be used: {error}") from error
+        except (ServerBusy, ServerLost, TimeoutError) as error:  # it may be starting, too
+            raise EngineAway(f"the server at {server.url} cannot be used: {error or 'it does not answer'}") from error
         undo.callback(lambda: loop.run(server.http.aclose(), CONNECT_S))
         longest = model.length.limit(settings.max_model_len)
         if abilities.chat and settings.max_model_len:  # the folder may be of another model
