@@ -309,13 +309,15 @@ def asks_for_login(text: str) -> bool:
 class BusClient(Client):  # type: ignore[misc]  # untyped
     """Sends everything that is published in one turn of the event loop in a single write, at the end of the turn.
 
-    It also repairs four faults of nats-py:
+    It also repairs five faults of nats-py:
 
     - The read loop survives the answer to a flush that timed out. nats-py's loop would end and receive nothing more.
     - The link to a server that accepted it and then sent nothing is closed before the next server is tried.
     - Reconnecting ends with ``close``. A cancellation that arrives as a connect fails gets lost (``asyncio.wait_for``
       before Python 3.12), and the loop would try servers forever while the event loop waits for it.
     - ``flush`` also waits for what was published and subscribed in the same turn.
+    - Servers that the cluster no longer announces are forgotten. Pods get new addresses whenever they are replaced, and
+      each one of before would be tried for a second at a reconnect.
 
     Attributes:
         tls_context: called at each connect, so that certificate files may change.
@@ -408,6 +410,12 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
                 raise Error("the URL asks for TLS (tls://), but the server does not offer it")
             info["tls_required"] = True  # otherwise nats-py sends the password in the clear
         await super()._process_info(info, initial_connection)
+        if announced := set(info.get("connect_urls") or ()):
+            self._server_pool[:] = [
+                each
+                for each in self._server_pool
+                if not each.discovered or each is self._current_server or each.uri.netloc in announced
+            ]
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():

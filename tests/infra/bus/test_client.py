@@ -1,6 +1,7 @@
 """Our ways through nats-py's client, on a real broker."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -117,6 +118,33 @@ async def test_a_wrong_password_is_reported_as_such(broker: EmbeddedNats) -> Non
     server = broker.url().rpartition("@")[2]
     with pytest.raises(ServingError, match=f"{server} within 0.3 s .*Authorization Violation.*credentials"):
         await bus_connect(f"nats://operator:wrong@{server}", role="operator", name="test", timeout=0.3)
+
+
+async def test_servers_that_a_cluster_no_longer_announces_are_forgotten() -> None:
+    """Pods of a broker have other addresses after each upgrade, and those of before answer nobody."""
+    links: list[asyncio.StreamWriter] = []
+
+    def announce(writer: asyncio.StreamWriter, *addresses: str) -> None:
+        about = {"server_id": "S", "max_payload": 1 << 20, "connect_urls": addresses}
+        writer.write(b"INFO " + json.dumps(about).encode() + b"\r\n")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        links.append(writer)
+        announce(writer, "10.0.0.1:4222", "10.0.0.2:4222")
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    nc, place = BusClient(), f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, asyncio.timeout(20):
+        await nc.connect(f"nats://{place}")
+        assert {each.netloc for each in nc.discovered_servers} == {"10.0.0.1:4222", "10.0.0.2:4222"}
+        announce(links[0], "10.0.0.2:4222", "10.0.0.3:4222")
+        await eventually(lambda: "10.0.0.3:4222" in {each.netloc for each in nc.discovered_servers})
+        assert {each.netloc for each in nc.servers} == {place, "10.0.0.2:4222", "10.0.0.3:4222"}
+        await nc.close()
 
 
 async def test_messages_larger_than_a_read_arrive_whole(broker: EmbeddedNats, connect: Connect) -> None:
