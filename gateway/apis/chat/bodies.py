@@ -197,6 +197,9 @@ class TextOptions(SamplingOptions, frozen=True, kw_only=True):
     truncate_prompt_tokens: (
         Annotated[int, Meta(ge=-1, le=1 << 31, description="keep the prompt's last tokens; -1: as many as fit")] | None
     ) = None
+    truncation_side: (
+        Annotated[Literal["left", "right"], Meta(description="where truncate_prompt_tokens cuts; default: left")] | None
+    ) = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Annotated[Schema | None, Meta(description="older name of the option of structured_outputs")] = None

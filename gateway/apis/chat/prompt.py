@@ -445,7 +445,7 @@ def completion_prompt(body: CompletionRequest, context: PrepareContext) -> Promp
 
 
 def truncated(prompt: Prompt, body: ChatCompletionRequest | CompletionRequest, context: PrepareContext) -> Prompt:
-    """The prompt's last tokens, if the body says how many to keep.
+    """The prompt's last tokens, or its first ones, if the body says how many to keep.
 
     Raises:
         ServingError: more than the context has, or images would lose their places.
@@ -466,7 +466,8 @@ def truncated(prompt: Prompt, body: ChatCompletionRequest | CompletionRequest, c
         return prompt
     if prompt.media:
         raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is not supported with images or videos")
-    return Prompt(prompt.tokens[-keep:], (), keep)
+    kept = prompt.tokens[:keep] if body.truncation_side == "right" else prompt.tokens[-keep:]
+    return Prompt(kept, (), keep)
 
 
 def single_prompt(body: CompletionRequest) -> str | list[int]:

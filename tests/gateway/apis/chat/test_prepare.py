@@ -321,13 +321,15 @@ def test_a_body_that_is_prepared_on_the_event_loop_does_not_stall_it(long_contex
     assert best < 0.005
 
 
-def test_a_prompt_is_cut_to_its_last_tokens_where_the_body_says_so(context: PrepareContext) -> None:
+def test_a_prompt_is_cut_to_its_last_tokens_or_its_first_where_the_body_says_so(context: PrepareContext) -> None:
     whole = unpack_tokens(text(context, CORPUS).request.prompt)
     limit = context.max_model_len
     for keep in (1, 7, len(whole), len(whole) + 1):
         cut = text(context, CORPUS, truncate_prompt_tokens=keep)
         assert unpack_tokens(cut.request.prompt) == whole[-keep:]
         assert cut.prompt_tokens == min(keep, len(whole))
+        begun = text(context, CORPUS, truncate_prompt_tokens=keep, truncation_side="right")
+        assert unpack_tokens(begun.request.prompt) == whole[:keep]
     long = [5] * (limit + 100)
     assert refusal(text, context, long).code is Code.context_length_exceeded
     fitting = text(context, long, truncate_prompt_tokens=-1, max_tokens=10)
