@@ -11,7 +11,8 @@ from penstock.infra.engine_args.schema import EngineArgs
 
 EngineRole = Literal["aggregated", "prefill", "decode", "encode"]
 Level = Literal["error", "warning"]
-Details = Iterator[tuple[Level, str, str, str]]  # a finding without its rule
+Detail = tuple[Level, str, str, str]  # a finding without its rule
+Details = Iterator[Detail]
 
 
 class Context(Struct, frozen=True, kw_only=True):
@@ -81,6 +82,14 @@ def rule(number: str, *rows: str) -> Callable[[Callable[[EngineArgs, Context], D
         return Rule(number, rows, (body.__doc__ or "").strip(), find)
 
     return make
+
+
+def error(where: str, message: str, fix: str) -> Detail:
+    return "error", where, message, fix
+
+
+def warning(where: str, message: str, fix: str) -> Detail:
+    return "warning", where, message, fix
 
 
 def up(tokens: int, block: int) -> int:
