@@ -11,23 +11,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.schemas import requests
+from penstock.schemas import requests, wire
 from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
 from penstock.schemas.requests import GenerateRequest, Parsing
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import COUNTS, FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from penstock.schemas.trace import Stamps, Trace
-from penstock.schemas.wire import (
-    TOKEN_BYTES,
-    content_type,
-    decoder,
-    encode,
-    narrowed,
-    pack_tokens,
-    unpack_tokens,
-    widened,
-)
 
 _HEADER_TEXT = 200  # characters of a reason in a header
 
@@ -48,12 +38,12 @@ _UNKNOWN = (1 << 32) - 1
 def counted(request: str, attempt: int, choice: int, usage: Usage) -> TokenItem:
     """The item with a server's own counts of a choice, before its end; of ``WHOLE_REQUEST``: of all of them."""
     counts = (usage.prompt, usage.completion, usage.cached, usage.reasoning & _UNKNOWN)
-    return TokenItem(request, attempt, COUNTS, choice, pack_tokens(counts))
+    return TokenItem(request, attempt, COUNTS, choice, wire.pack_tokens(counts))
 
 
 def counts_in(item: TokenItem) -> Usage:
     """Inverse of ``counted``."""
-    prompt, completion, cached, reasoning = unpack_tokens(item.tokens)[:4]
+    prompt, completion, cached, reasoning = wire.unpack_tokens(item.tokens)[:4]
     return Usage(prompt, completion, cached, -1 if reasoning == _UNKNOWN else reasoning, foreign=True)
 
 
@@ -86,7 +76,7 @@ def usage_of(request: GenerateRequest, outputs: Sequence[bytes], cached: int = 0
         return Usage(int.from_bytes(outputs[0][:4], "little") if outputs else 0)
     counts = [reasoning_tokens(request.parsing, output) for output in outputs]
     reasoning = -1 if any(count < 0 for count in counts) else sum(counts)
-    return Usage(request.prompt_tokens, sum(map(len, outputs)) // TOKEN_BYTES, cached, reasoning)
+    return Usage(request.prompt_tokens, sum(map(len, outputs)) // wire.TOKEN_BYTES, cached, reasoning)
 
 
 def reasoning_tokens(parsing: Parsing | None, output: bytes) -> int:
@@ -103,20 +93,20 @@ def reasoning_tokens(parsing: Parsing | None, output: bytes) -> int:
     if parsing.thoughts is None:
         return -1
     if not parsing.thinking:  # white space may come before the mark
-        first = unpack_tokens(output[: 2 * TOKEN_BYTES])
+        first = wire.unpack_tokens(output[: 2 * wire.TOKEN_BYTES])
         if parsing.prefilled or not any(token in parsing.thoughts.opening for token in first):
             return 0
     ends = [at for token in parsing.thoughts.closing if (at := _position(output, token)) >= 0]
-    return min(ends) + 1 if ends else len(output) // TOKEN_BYTES
+    return min(ends) + 1 if ends else len(output) // wire.TOKEN_BYTES
 
 
 def _position(output: bytes, token: int) -> int:
     """Of the first such token in packed ones; -1: there is none."""
-    mark = pack_tokens((token,))
+    mark = wire.pack_tokens((token,))
     at = output.find(mark)
-    while at % TOKEN_BYTES and at >= 0:
+    while at % wire.TOKEN_BYTES and at >= 0:
         at = output.find(mark, at + 1)
-    return at // TOKEN_BYTES
+    return at // wire.TOKEN_BYTES
 
 
 class EarlierRevision(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -227,8 +217,8 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
     crashed: str = ""  # of CRASHES, or KILLED: its worker's process or engine ended while it ran this; "": no
 
 
-decode_stored: Callable[[bytes], Done | Returned] = decoder(Done | Returned)  # type: ignore[arg-type]
-DONE_TYPE, RETURNED_TYPE = content_type(Done), content_type(Returned)
+decode_stored: Callable[[bytes], Done | Returned] = wire.decoder(Done | Returned)  # type: ignore[arg-type]
+DONE_TYPE, RETURNED_TYPE = wire.content_type(Done), wire.content_type(Returned)
 
 
 def decode(data: bytes) -> Done | Returned:
@@ -249,7 +239,7 @@ def decode(data: bytes) -> Done | Returned:
 def _unpacked(choice: Outcome) -> Outcome:
     if not choice.packed:
         return choice
-    return msgspec.structs.replace(choice, tokens=widened(choice.packed, choice.count), packed=b"", count=0)
+    return msgspec.structs.replace(choice, tokens=wire.widened(choice.packed, choice.count), packed=b"", count=0)
 
 
 _NAMES = 8  # bytes that the names of two fields take more than that of one
@@ -261,10 +251,10 @@ def packed(event: Done) -> Done:
 
 
 def _packed(choice: Outcome) -> Outcome:
-    data = narrowed(choice.tokens)
+    data = wire.narrowed(choice.tokens)
     if len(data) + _NAMES >= len(choice.tokens):
         return choice
-    return msgspec.structs.replace(choice, tokens=b"", packed=data, count=len(choice.tokens) // TOKEN_BYTES)
+    return msgspec.structs.replace(choice, tokens=b"", packed=data, count=len(choice.tokens) // wire.TOKEN_BYTES)
 
 
 class ReturnedHeader(NamedTuple):
@@ -318,9 +308,9 @@ def recorded(request: GenerateRequest) -> bytes:
     """A request as its record holds it: without its prompt, the names of its blocks and its fallbacks, which REQUESTS
     has as long."""
     if not (request.prompt or request.digests or request.fallbacks or request.chat):
-        return encode(request)
+        return wire.encode(request)
     length = request.prompt_tokens
-    return encode(
+    return wire.encode(
         msgspec.structs.replace(request, prompt=b"", prompt_length=length, digests=b"", fallbacks=(), chat=b"")
     )
 
@@ -365,7 +355,7 @@ def without_content(event: Done, request: GenerateRequest | None = None) -> Done
         event,
         choices=tuple(Outcome(reason=choice.reason) for choice in event.choices),
         message=NOT_KEPT if event.message else "",
-        submitted=encode(without_text(request)) if request is not None else b"",
+        submitted=wire.encode(without_text(request)) if request is not None else b"",
         scores=(),
         left_out=tuple(sorted(left_out)),
     )
@@ -404,13 +394,13 @@ def encode_within(event: Done, limit: int) -> bytes:
     Parts that do not fit are dropped in this order: the prompt, its scores, the output's log-probabilities, the output,
     the rest of the request. ``left_out`` names them. The result's code, usage and timings always fit.
     """
-    payload = encode(event)
+    payload = wire.encode(event)
     for name, without in _LESS:
         if len(payload) <= limit:
             break
         event = without(event)
         event = msgspec.structs.replace(event, left_out=tuple(dict.fromkeys((*event.left_out, name))))
-        payload = encode(event)
+        payload = wire.encode(event)
     return payload
 
 
@@ -426,7 +416,7 @@ def _without_prompt(event: Done) -> Done:
         request, prompt=b"", digests=b"", media=(), diffusion=drawn and drawn.without_texts(),
         embedding=embedding and embedding.without_texts(), fallbacks=(), chat=b"",
     )  # fmt: skip
-    return msgspec.structs.replace(event, submitted=encode(request))
+    return msgspec.structs.replace(event, submitted=wire.encode(request))
 
 
 def _without_scores(event: Done) -> Done:

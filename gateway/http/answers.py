@@ -30,20 +30,7 @@ from penstock.gateway.base.chat_objects import error_body, stopping, unconfirmed
 from penstock.gateway.base.event_stream import within_lines
 from penstock.gateway.base.gateway_metrics import ModelMetrics, account
 from penstock.gateway.base.request_bodies import MESSAGE, OLLAMA
-from penstock.gateway.http.asgi import (
-    REQUEST_ID,
-    ClientDisconnected,
-    ClientIds,
-    Receive,
-    Scope,
-    Send,
-    from_http_headers,
-    read_body,
-    read_client_ids,
-    with_client_id,
-    with_header,
-    with_status_of_full,
-)
+from penstock.gateway.http import asgi
 from penstock.gateway.http.idempotency_key import submit_once
 from penstock.gateway.http.server import FOLLOWED, SCOPE, HttpConnection
 from penstock.gateway.request_log.inflight import CONTINUES, InflightRequest
@@ -83,15 +70,16 @@ class HttpExchange(NamedTuple):
 
     prepared: PreparedRequest
     inflight: InflightRequest
-    scope: Scope
-    send: Send
+    scope: asgi.Scope
+    send: asgi.Send
     began: float
     owner: bool
 
 
-SendError = Callable[[Send, ServingError, str], Awaitable[None]]  # (send, error, id of the accepted request or "")
+SendError = Callable[[asgi.Send, ServingError, str], Awaitable[None]]  # (send, error, id of the accepted request or "")
 BatchAnswer = Callable[
-    [Gateway, bytes, ClientIds, Callable[[bytes], Awaitable[PreparedRequest]], Scope, Send, float], Awaitable[str]
+    [Gateway, bytes, asgi.ClientIds, Callable[[bytes], Awaitable[PreparedRequest]], asgi.Scope, asgi.Send, float],
+    Awaitable[str],
 ]
 # Sends the answer; returns the code for the metrics, "": the request is counted elsewhere.
 Answer = Callable[[Gateway, HttpExchange], Awaitable[str]]
@@ -121,7 +109,7 @@ class Generations:
         self._send_error = refuse or send_error
         self._answer_batch = answer_batch
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         gateway = self._gateway
         began = time.monotonic()
         code, accepted, body = "ok", "", b""
@@ -131,13 +119,13 @@ class Generations:
         try:
             if limited:
                 gateway.limiter.check(limited)
-            body = await read_body(scope, receive, gateway.settings.max_body_bytes)
+            body = await asgi.read_body(scope, receive, gateway.settings.max_body_bytes)
             await gateway.turns.enter()
             gateway.metrics.request_bytes.inc(len(body))
             ignored = await gateway.run_for(body, ignored_options, self._endpoint, body, gateway.fleet.ignored_by(body))
             if ignored:
-                send = with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
-            names = read_client_ids(scope["headers"])
+                send = asgi.with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
+            names = asgi.read_client_ids(scope["headers"])
             prepare_body = partial(self._prepare, scope, names, reserved)
             if self._answer_batch:
                 batch = await self._answer_batch(gateway, body, names, prepare_body, scope, send, began)
@@ -166,9 +154,9 @@ class Generations:
             code = error.code.value
             if error.code is Code.rate_limit_exceeded and limited and len(reserved) < 2:
                 show_limits(scope, gateway.limiter, limited)
-            send = with_status_of_full(send, error.code, gateway.settings.queue_full_status)
+            send = asgi.with_status_of_full(send, error.code, gateway.settings.queue_full_status)
             await self._send_error(send, error, accepted)
-        except ClientDisconnected:
+        except asgi.ClientDisconnected:
             code = Code.cancelled.value
         except asyncio.CancelledError:  # the gateway stops, and this was not under way yet
             error = stopping(accepted) if confirmed else unconfirmed(accepted)
@@ -188,7 +176,9 @@ class Generations:
                 counted.requests.labels("http", code).inc()
                 counted.e2e.observe(time.monotonic() - began)
 
-    async def _prepare(self, scope: Scope, names: ClientIds, reserved: list[str], body: bytes) -> PreparedRequest:
+    async def _prepare(
+        self, scope: asgi.Scope, names: asgi.ClientIds, reserved: list[str], body: bytes
+    ) -> PreparedRequest:
         """
         Raises:
             ServingError: the body cannot be served, the queue is full, or a limit of the caller's is reached.
@@ -201,8 +191,8 @@ class Generations:
             await self._gateway.charges.reserve(caller, prepared)
             if len(reserved) == 1:
                 show_limits(scope, self._gateway.limiter, caller.limited_by)
-        prepared = with_client_id(prepared, names)
-        return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
+        prepared = asgi.with_client_id(prepared, names)
+        return with_trace(prepared, asgi.from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
 
 async def answer_text(gateway: Gateway, accepted: HttpExchange) -> str:
@@ -243,7 +233,7 @@ class Reattach:
         self._gateway = gateway
         self._images = images
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         gateway = self._gateway
         try:
             request, record = await gateway.look_up(
@@ -342,8 +332,8 @@ class Responder:
         self,
         gateway: Gateway,
         inflight: InflightRequest,
-        scope: Scope,
-        send: Send,
+        scope: asgi.Scope,
+        send: asgi.Send,
         began: float,
         owner: bool = True,
         *,
@@ -460,7 +450,7 @@ class Responder:
 def id_headers(request: GenerateRequest) -> list[tuple[bytes, bytes]]:
     """Headers with the request's id; Anthropic's clients look for it under another name. If another model runs
     it than was asked for, that one's name."""
-    headers = [(REQUEST_ID, request.id.encode())]
+    headers = [(asgi.REQUEST_ID, request.id.encode())]
     if request.endpoint == MESSAGE:
         headers.append((b"request-id", request.id.encode()))
     if request.asked:
@@ -472,13 +462,13 @@ INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has th
 DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
 
 
-async def send_error(send: Send, error: ServingError, request_id: str = "") -> None:
+async def send_error(send: asgi.Send, error: ServingError, request_id: str = "") -> None:
     name = (request_id or new_request_id()).encode()
-    await send_refusal(send, error, error.code.status, _json(error_body(error)), [(REQUEST_ID, name)])
+    await send_refusal(send, error, error.code.status, _json(error_body(error)), [(asgi.REQUEST_ID, name)])
 
 
 async def send_refusal(
-    send: Send, error: ServingError, status: int, body: bytes, ids: Sequence[tuple[bytes, bytes]]
+    send: asgi.Send, error: ServingError, status: int, body: bytes, ids: Sequence[tuple[bytes, bytes]]
 ) -> None:
     """
     Args:

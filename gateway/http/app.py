@@ -45,21 +45,8 @@ from penstock.gateway.base.request_bodies import (
     page_of,
 )
 from penstock.gateway.batches.driver import Batches
-from penstock.gateway.http import request_list
+from penstock.gateway.http import asgi, request_list
 from penstock.gateway.http.answers import INTERNAL, JSON, Generations, Reattach, answer_text, send_error, send_refusal
-from penstock.gateway.http.asgi import (
-    CLIENT_ID,
-    REQUEST_ID,
-    App,
-    ClientDisconnected,
-    Receive,
-    Scope,
-    Send,
-    client_id_of,
-    read_body,
-    with_header,
-    with_request_id,
-)
 from penstock.gateway.http.batches import FilesAndBatches
 from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_images, base_url
 from penstock.gateway.http.ollama import OllamaModels, answer_load, asks_ollama, send_ollama_error
@@ -162,10 +149,10 @@ def _component(name: str, reason: str) -> Component:
 _json = msgspec.json.encode
 
 
-async def send_message_error(send: Send, error: ServingError, request_id: str = "") -> None:
+async def send_message_error(send: asgi.Send, error: ServingError, request_id: str = "") -> None:
     name = (request_id or new_request_id()).encode()
     body = _json(message_error(error, request_id))
-    await send_refusal(send, error, messages_status(error.code), body, [(REQUEST_ID, name), (b"request-id", name)])
+    await send_refusal(send, error, messages_status(error.code), body, [(asgi.REQUEST_ID, name), (b"request-id", name)])
 
 
 log = structlog.get_logger("gateway")
@@ -182,23 +169,23 @@ class Computed:
         self,
         gateway: Gateway,
         compute: Callable[[bytes, Caller], Awaitable[msgspec.Struct]],
-        refuse: Callable[[Send, ServingError], Awaitable[None]] = send_error,
+        refuse: Callable[[asgi.Send, ServingError], Awaitable[None]] = send_error,
     ) -> None:
         self._gateway = gateway
         self._compute = compute
         self._refuse = refuse
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         gateway = self._gateway
         try:
-            body = await read_body(scope, receive, gateway.settings.max_body_bytes)
+            body = await asgi.read_body(scope, receive, gateway.settings.max_body_bytes)
             content = msgspec.json.encode(await self._compute(body, caller_of(scope)))
-            headers = [JSON, (b"content-length", b"%d" % len(content)), (REQUEST_ID, new_request_id().encode())]
+            headers = [JSON, (b"content-length", b"%d" % len(content)), (asgi.REQUEST_ID, new_request_id().encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
         except ServingError as error:
             await self._refuse(send, error)
-        except ClientDisconnected:
+        except asgi.ClientDisconnected:
             pass
         except Exception:
             log.exception("http_handler_failed", path=scope["path"])
@@ -210,7 +197,7 @@ _MESSAGES = "/v1/messages"
 _ANTHROPIC_VERSION = b"anthropic-version"  # a header that all clients of Anthropic's send
 
 
-def asks_anthropic(scope: Scope) -> bool:
+def asks_anthropic(scope: asgi.Scope) -> bool:
     """Whether the client expects Anthropic's shapes."""
     path: str = scope["path"]
     return path.startswith(_MESSAGES) or any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
@@ -246,7 +233,7 @@ def _tidied(path: str) -> str:
     return path.rstrip("/") or "/"
 
 
-def application(gateway: Gateway, batches: Batches) -> App:
+def application(gateway: Gateway, batches: Batches) -> asgi.App:
     """The ASGI application of one gateway."""
     answering = _answering(gateway)
     others = Starlette(
@@ -254,16 +241,16 @@ def application(gateway: Gateway, batches: Batches) -> App:
         exception_handlers={HTTPException: _http_error, ServingError: _serving_error, Exception: _crash},
     )
 
-    async def refuse(scope: Scope, send: Send, error: ServingError) -> None:
+    async def refuse(scope: asgi.Scope, send: asgi.Send, error: ServingError) -> None:
         gateway.metrics.of("").requests.labels("http", error.code.value).inc()
         if error.code is Code.invalid_api_key:
-            send = with_header(send, b"www-authenticate", b"Bearer")
+            send = asgi.with_header(send, b"www-authenticate", b"Bearer")
         if asks_ollama(scope["path"]):
             await send_ollama_error(send, error)
         else:
             await (send_message_error if asks_anthropic(scope) else send_error)(send, error)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         path = scope["path"]
         if path.endswith("/") or "//" in path or path.startswith(_TWICE):
             path = scope["path"] = _tidied(path)
@@ -272,12 +259,12 @@ def application(gateway: Gateway, batches: Batches) -> App:
             path = scope["path"] = f"/{_VERSION}" + path
             scope["raw_path"] = f"/{_VERSION}".encode() + scope["raw_path"]
         direct = answering.get(path) if scope["method"] == "POST" else None
-        client_id = client_id_of(scope["headers"])
+        client_id = asgi.client_id_of(scope["headers"])
         if direct is None:
-            send = with_request_id(send, client_id)
+            send = asgi.with_request_id(send, client_id)
         elif client_id:
             connection: HttpConnection = scope[SCOPE]
-            connection.add_headers([(CLIENT_ID, client_id)])
+            connection.add_headers([(asgi.CLIENT_ID, client_id)])
         try:
             scope[CALLER] = gateway.guard.admit(path, scope["headers"])
         except ServingError as error:
@@ -298,7 +285,7 @@ def application(gateway: Gateway, batches: Batches) -> App:
     return app
 
 
-def _answering(gateway: Gateway) -> dict[str, App]:
+def _answering(gateway: Gateway) -> dict[str, asgi.App]:
     """Endpoints that answer a body, by path."""
     return {
         "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
@@ -463,7 +450,7 @@ class _Api:
         """The handler of an endpoint of operators, which answers with an object or a text."""
 
         async def handle(request: Request) -> Response:
-            body = await read_body(request.scope, request.receive, MOST_ADAPTER_BYTES)
+            body = await asgi.read_body(request.scope, request.receive, MOST_ADAPTER_BYTES)
             answer = await change(body, caller_of(request.scope))
             return Response(answer, media_type="text/plain") if isinstance(answer, str) else _reply(answer)
 

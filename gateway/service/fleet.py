@@ -35,19 +35,8 @@ from penstock.infra.bus.tasks import Tasks
 from penstock.infra.bus.worker_leases import RegisteredWorker, WorkerRegistry
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.detokenizer import Detokenizer
-from penstock.schemas import requests
+from penstock.schemas import fleet, requests
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import (
-    APART,
-    DIFFUSION,
-    EMBED,
-    NO_TOKENS,
-    LoraAdapter,
-    Registration,
-    WorkerState,
-    reads,
-    run_together,
-)
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import token
 
@@ -66,18 +55,18 @@ class RoleModels(Generic[T]):
         describe: what such a worker registers of its model; None: nothing, so it is left out.
     """
 
-    def __init__(self, role: str, describe: Callable[[Registration], T | None]) -> None:
+    def __init__(self, role: str, describe: Callable[[fleet.Registration], T | None]) -> None:
         self._role = role
         self._describe = describe
         self._known: dict[str, T] = {}
-        self._workers: dict[str, Registration] = {}
+        self._workers: dict[str, fleet.Registration] = {}
 
     @property
     def known(self) -> Mapping[str, T]:
         """Models that are or were served, by each of their names; the worker that registered last counts."""
         return self._known
 
-    def put(self, registration: Registration) -> None:
+    def put(self, registration: fleet.Registration) -> None:
         """A worker registered, or renewed its registration."""
         if registration.role != self._role or (described := self._describe(registration)) is None:
             return
@@ -92,17 +81,17 @@ class RoleModels(Generic[T]):
 
     def counts(self) -> Counter[str]:
         """Workers that take requests, by each name of their models."""
-        workers = (each for each in self._workers.values() if each.state is WorkerState.ready)
+        workers = (each for each in self._workers.values() if each.state is fleet.WorkerState.ready)
         return Counter(name for each in workers for name in _names(each))
 
     def ready(self) -> dict[str, T]:
         """Models with a worker that takes requests, sorted by name."""
-        workers = [each for each in self._workers.values() if each.state is WorkerState.ready]
+        workers = [each for each in self._workers.values() if each.state is fleet.WorkerState.ready]
         names = sorted({name for registration in workers for name in _names(registration)})
         return {name: self._known[name] for name in names if name in self._known}
 
 
-def _names(registration: Registration) -> Iterable[str]:
+def _names(registration: fleet.Registration) -> Iterable[str]:
     return (registration.model, *registration.aliases)
 
 
@@ -193,8 +182,8 @@ class FleetView:
         open_models: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self.watches = [WorkerRegistry(bus, joined=self.joined, left=self.left) for bus in buses]
-        self.diffusion_models = RoleModels(DIFFUSION, lambda registration: registration.diffusion)
-        self.embedding_models = RoleModels(EMBED, lambda registration: registration.embedder)
+        self.diffusion_models = RoleModels(fleet.DIFFUSION, lambda registration: registration.diffusion)
+        self.embedding_models = RoleModels(fleet.EMBED, lambda registration: registration.embedder)
         self.learns = settings.learn_models or not models
         self.store = ModelStore(
             settings.max_models,
@@ -301,7 +290,7 @@ class FleetView:
         adapter = model.adapters.get(name) if name not in self._by_name else None
         return context if adapter is None else model.adapted(context, adapter)
 
-    def adapters(self, caller: Caller = ANYONE) -> Iterator[tuple[LoraAdapter, TextModel]]:
+    def adapters(self, caller: Caller = ANYONE) -> Iterator[tuple[fleet.LoraAdapter, TextModel]]:
         """LoRA adapters that requests may name, each with its model. A model goes before an adapter of its name."""
         seen = set(self._by_name)
         for model in self._models.values():
@@ -456,7 +445,7 @@ class FleetView:
         model = self._models.get(self.name_in(body))
         return model.ignored_options if model is not None else frozenset()
 
-    def workers(self) -> list[tuple[Registration, str]]:
+    def workers(self) -> list[tuple[fleet.Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""
         used = {worker.worker for model in self._models.values() for worker in model.used}
         with_reasons = [(member.registration, self._reason(member, used)) for member in self._members()]
@@ -464,16 +453,16 @@ class FleetView:
 
     def _reason(self, member: RegisteredWorker, used: set[str]) -> str:
         worker = member.registration
-        if worker.state is not WorkerState.ready:
+        if worker.state is not fleet.WorkerState.ready:
             return f"it is {worker.state.value}"
-        if worker.role in APART:
+        if worker.role in fleet.APART:
             return ""
         serving = self._serving(worker)
         if not serving:
             return f"it serves {worker.model!r}, this gateway {', '.join(map(repr, self._models)) or 'no model'}"
         if worker.worker in used:
             return next((model.problem for model in serving if model.problem), "")
-        if not any(reads(worker, model.tokenizer) for model in serving):
+        if not any(fleet.reads(worker, model.tokenizer) for model in serving):
             return "its tokenizer is another one than the gateway's"
         return "it stands by: workers of another revision serve"
 
@@ -489,7 +478,7 @@ class FleetView:
         if model in self._tokens:
             return False
         served = (member.registration for member in self._members())
-        return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role not in APART)
+        return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role not in fleet.APART)
 
     # --- changes ---
 
@@ -499,11 +488,11 @@ class FleetView:
         self.diffusion_models.put(registration)
         self.embedding_models.put(registration)
         self._ignored = None
-        if registration.role in APART:
+        if registration.role in fleet.APART:
             self._changed_apart()
             return
         serving = self._serving(registration)
-        if not serving and self.learns and registration.role not in NO_TOKENS and self._learn(registration.model):
+        if not serving and self.learns and registration.role not in fleet.NO_TOKENS and self._learn(registration.model):
             serving = self._serving(registration)
         for model in serving:
             self._empty_since.pop(model.name, None)
@@ -520,7 +509,7 @@ class FleetView:
         self.diffusion_models.remove(worker)
         self.embedding_models.remove(worker)
         self._ignored = None
-        if member.registration.role in APART:
+        if member.registration.role in fleet.APART:
             self._changed_apart()
         for model in self._models.values():
             model.remove(worker)
@@ -540,9 +529,9 @@ class FleetView:
         for model in self._models.values():
             model.changed()
 
-    def _serving(self, registration: Registration) -> list[TextModel]:
+    def _serving(self, registration: fleet.Registration) -> list[TextModel]:
         """The models for which a worker takes requests."""
-        if registration.role in APART:
+        if registration.role in fleet.APART:
             return []
         names = (registration.model, *registration.aliases)
         return [model for name in dict.fromkeys(names) if (model := self._models.get(name)) is not None]
@@ -622,20 +611,20 @@ class FleetView:
             model.changed()  # its context holds the model
 
 
-def _served(registrations: Iterable[Registration]) -> dict[str, bool]:
+def _served(registrations: Iterable[fleet.Registration]) -> dict[str, bool]:
     """The models that workers run requests for, by all their names, and whether each has all that its requests need:
     not only one role of a pair."""
-    ready: dict[str, list[Registration]] = {}
+    ready: dict[str, list[fleet.Registration]] = {}
     for each in registrations:
-        if each.state is WorkerState.ready:
+        if each.state is fleet.WorkerState.ready:
             for name in _names(each):
                 ready.setdefault(name, []).append(each)
-    whole = {"aggregated", *APART}
+    whole = {"aggregated", *fleet.APART}
     roles = {name: {each.role for each in workers} for name, workers in ready.items()}
     return {
         name: bool(roles[name] & whole) or {"prefill", "decode"} <= roles[name]
         for name, workers in ready.items()
-        if run_together(workers)
+        if fleet.run_together(workers)
     }
 
 

@@ -19,17 +19,8 @@ from penstock.gateway.service.model_store import Loaded, ModelStore, Source
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.text.parsers.families import TABLE, reasoning_parser, tool_call_parser
 from penstock.infra.text.parsers.registry import ParserNames, agreed_parsers
+from penstock.schemas import fleet
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import (
-    AUTO,
-    NO_TOKENS,
-    LoraAdapter,
-    Registration,
-    WorkerState,
-    reads,
-    revisions,
-    run_together,
-)
 from penstock.schemas.requests import CARRIED_CHAT
 
 log = structlog.get_logger("gateway")
@@ -44,28 +35,28 @@ class WorkerSelection(NamedTuple):
         canary: ready workers of the revision that came last of those that stand by.
     """
 
-    used: list[Registration]
+    used: list[fleet.Registration]
     revision: str
     ready: bool
     lacks: str = ""
-    canary: Sequence[Registration] = ()
+    canary: Sequence[fleet.Registration] = ()
 
 
-def lacking(workers: Iterable[Registration]) -> str:
+def lacking(workers: Iterable[fleet.Registration]) -> str:
     """The role of the worker that workers of pairs need to run requests; "": some run them, or none is ready."""
-    ready = [each for each in workers if each.state is WorkerState.ready and each.role not in NO_TOKENS]
+    ready = [each for each in workers if each.state is fleet.WorkerState.ready and each.role not in fleet.NO_TOKENS]
     alone = {each.role for each in ready if each.pair_only}
     if len(alone) != 1 or not all(each.pair_only for each in ready):
         return ""
     return "decode" if "prefill" in alone else "prefill"
 
 
-def _latest(workers: Iterable[Registration], serving: str | None) -> list[Registration]:
+def _latest(workers: Iterable[fleet.Registration], serving: str | None) -> list[fleet.Registration]:
     """The ready workers of the revision that registered last, the serving one aside; empty: they run no request."""
-    ready = [each for each in workers if each.state is WorkerState.ready and each.revision != serving]
+    ready = [each for each in workers if each.state is fleet.WorkerState.ready and each.revision != serving]
     last = max(ready, key=lambda each: (each.epoch, each.worker), default=None)
     of_it = [each for each in ready if last is not None and each.revision == last.revision]
-    return of_it if run_together(each for each in of_it if each.role not in NO_TOKENS) else []
+    return of_it if fleet.run_together(each for each in of_it if each.role not in fleet.NO_TOKENS) else []
 
 
 class Roster:
@@ -79,7 +70,7 @@ class Roster:
         self._serving: str | None = None
         self._standing_by: frozenset[str] = frozenset()
 
-    def select(self, workers: Iterable[Registration], tokenizer: str) -> WorkerSelection:
+    def select(self, workers: Iterable[fleet.Registration], tokenizer: str) -> WorkerSelection:
         """
         Args:
             workers: that serve the model's name.
@@ -88,11 +79,11 @@ class Roster:
         if tokenizer != self._tokenizer:
             self._refuse([])
             self._tokenizer = tokenizer
-        compatible: list[Registration] = []
-        refused: list[Registration] = []
+        compatible: list[fleet.Registration] = []
+        refused: list[fleet.Registration] = []
         for worker in workers:
-            (compatible if reads(worker, self._tokenizer) else refused).append(worker)
-        candidates = revisions(compatible, self._tokenizer)
+            (compatible if fleet.reads(worker, self._tokenizer) else refused).append(worker)
+        candidates = fleet.revisions(compatible, self._tokenizer)
         serving = self._serving if candidates.serving is None else candidates.serving  # all are leaving: as it was
         self._refuse(refused)
         self._report_revisions(serving, candidates.present, compatible)
@@ -101,7 +92,7 @@ class Roster:
         ready = candidates.serving is not None and not lacks
         return WorkerSelection(used or compatible, serving or "", ready, lacks, _latest(compatible, serving))
 
-    def _refuse(self, refused: list[Registration]) -> None:
+    def _refuse(self, refused: list[fleet.Registration]) -> None:
         gauge = self._metrics.refused
         tokenizers = {worker.worker: worker.tokenizer for worker in refused}
         for name, tokenizer in self._refused.items():
@@ -121,7 +112,9 @@ class Roster:
                 )
         self._refused = tokenizers
 
-    def _report_revisions(self, serving: str | None, present: frozenset[str], workers: list[Registration]) -> None:
+    def _report_revisions(
+        self, serving: str | None, present: frozenset[str], workers: list[fleet.Registration]
+    ) -> None:
         if serving != self._serving:
             log.info("revision_serving", model=self._model, revision=serving, before=self._serving)
             self._serving = serving
@@ -177,7 +170,7 @@ class TextModel:
         elsewhere: Callable[[], Mapping[str, str]],
     ) -> None:
         self.configured = source is not None
-        self.workers: dict[str, Registration] = {}
+        self.workers: dict[str, fleet.Registration] = {}
         self.noted = source
         self._names = names
         self._source = source
@@ -193,7 +186,7 @@ class TextModel:
         self._canary_share = float(settings.canary.removesuffix("%") or 0) / 100
         self._loaded: Loaded | None = None
         self._ignored: frozenset[str] | None = None
-        self._adapters: dict[str, LoraAdapter] | None = None
+        self._adapters: dict[str, fleet.LoraAdapter] | None = None
         self._adapted: dict[str, PrepareContext] = {}  # by id of the adapter, of ``_context``
         self._has_generated = self.configured  # a worker has been ready for it
         self._card = Card()
@@ -210,7 +203,7 @@ class TextModel:
     def names(self) -> tuple[str, ...]:
         return self._names
 
-    def put(self, registration: Registration) -> None:
+    def put(self, registration: fleet.Registration) -> None:
         """A worker that serves it registered, or changed."""
         self.workers[registration.worker] = registration
         self.changed()
@@ -240,7 +233,7 @@ class TextModel:
         return self._select().lacks
 
     @property
-    def used(self) -> list[Registration]:
+    def used(self) -> list[fleet.Registration]:
         return self._select().used
 
     @property
@@ -251,18 +244,18 @@ class TextModel:
         return self._ignored
 
     @property
-    def adapters(self) -> Mapping[str, LoraAdapter]:
+    def adapters(self) -> Mapping[str, fleet.LoraAdapter]:
         """Its LoRA adapters, by name. While some workers have another one of that name than others, the one counts
         that was loaded last: requests with it go to workers that have it."""
         if self._adapters is None:
-            found: dict[str, LoraAdapter] = {}
-            for each in chain.from_iterable(w.adapters for w in self._select().used if w.role not in NO_TOKENS):
+            found: dict[str, fleet.LoraAdapter] = {}
+            for each in chain.from_iterable(w.adapters for w in self._select().used if w.role not in fleet.NO_TOKENS):
                 if each.digest and (each.name not in found or _newness(each) > _newness(found[each.name])):
                     found[each.name] = each
             self._adapters = dict(sorted(found.items()))
         return self._adapters
 
-    def adapted(self, context: PrepareContext, adapter: LoraAdapter) -> PrepareContext:
+    def adapted(self, context: PrepareContext, adapter: fleet.LoraAdapter) -> PrepareContext:
         """What a body is prepared for that names an adapter.
 
         Args:
@@ -306,17 +299,17 @@ class TextModel:
 
     def _learned(self) -> Source | None:
         """As the ready worker says that registered first, or else one that is leaving."""
-        known = [each for each in self.workers.values() if each.source and each.role not in NO_TOKENS]
+        known = [each for each in self.workers.values() if each.source and each.role not in fleet.NO_TOKENS]
 
-        def order(each: Registration) -> tuple[bool, bool, int, str]:
-            return each.state is not WorkerState.ready, each.model != self.name, each.epoch, each.worker
+        def order(each: fleet.Registration) -> tuple[bool, bool, int, str]:
+            return each.state is not fleet.WorkerState.ready, each.model != self.name, each.epoch, each.worker
 
         first = min(known, key=order, default=None)
         if first is None:
             return None
         now = self._source
         if now is not None and any(each.tokenizer == now.tokenizer and each.source == now.folder for each in known):
-            ready = {each.tokenizer for each in known if each.state is WorkerState.ready}
+            ready = {each.tokenizer for each in known if each.state is fleet.WorkerState.ready}
             if not ready or now.tokenizer in ready:
                 return now  # it is in memory, and as good
         return Source(self.name, first.source, first.tokenizer, first.host)
@@ -394,13 +387,13 @@ class TextModel:
                 raise _nowhere(self.name)
             await self._store.load(source)
 
-    def _make_context(self, model: ModelDir, canary: list[Registration] | None = None) -> PrepareContext:
+    def _make_context(self, model: ModelDir, canary: list[fleet.Registration] | None = None) -> PrepareContext:
         used, revision = self._select()[:2]
         if canary:
             used, revision = canary, canary[0].revision
         settings = self._settings
         parsers = self._agreed(model, used)
-        workers = [each for each in used if each.role not in NO_TOKENS]  # others cannot say what an output may be
+        workers = [each for each in used if each.role not in fleet.NO_TOKENS]  # others cannot say what an output may be
         if workers:  # as the one says whose parsers count
             first = min(workers, key=lambda each: (each.epoch, each.worker))
             self._carries_chat = CARRIED_CHAT in first.logits_processors
@@ -425,7 +418,7 @@ class TextModel:
             carries_chat=self._carries_chat,
         )
 
-    def _agreed(self, model: ModelDir, workers: list[Registration]) -> ParserNames:
+    def _agreed(self, model: ModelDir, workers: list[fleet.Registration]) -> ParserNames:
         """How answers are written. It does not change because no worker is there at the moment: as the last one said,
         or as any would say of this template. Else a forced call would be refused, and an answer's constraint be
         another.
@@ -435,7 +428,7 @@ class TextModel:
             self._parsers = parsers
         elif self._parsers is None:
             template = model.template.suited(tools=True).source if model.template is not None else ""
-            self._parsers = ParserNames(reasoning_parser(AUTO, template), tool_call_parser(AUTO, template))
+            self._parsers = ParserNames(reasoning_parser(fleet.AUTO, template), tool_call_parser(fleet.AUTO, template))
         unknown = sorted({name for pair in named for name in pair if name and TABLE.find(name) is None} - self._unknown)
         if unknown:
             self._unknown.update(unknown)
@@ -451,7 +444,7 @@ class TextModel:
         return self._parsers
 
 
-def _newness(adapter: LoraAdapter) -> tuple[bool, int, str]:
+def _newness(adapter: fleet.LoraAdapter) -> tuple[bool, int, str]:
     """A worker that could not load it again has an older one."""
     return not adapter.error, adapter.revision, adapter.digest
 

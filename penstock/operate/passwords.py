@@ -20,20 +20,11 @@ from nats.errors import Error as NatsError
 from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
+from penstock.infra.nats_server import tenants
 from penstock.infra.nats_server.config import ROUTE, ROUTE_BEFORE, USERS, route_passwords
 from penstock.infra.nats_server.datadir import load_secrets
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, reload, running_pid
 from penstock.infra.nats_server.permissions import BROKER_ROLES
-from penstock.infra.nats_server.tenants import (
-    SECOND_IN_USE,
-    held,
-    new_password,
-    other_user,
-    store,
-    user_in_use,
-    with_user,
-    write_passwords,
-)
 from penstock.launch.nats import as_operator, connect_operator
 from penstock.log_tools.sources.open_log import LogSource, cells_of
 from penstock.schemas.errors import ServingError
@@ -74,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         folders = {0: data_dir} if args.nats_url else _folders(data_dir)
         with contextlib.ExitStack() as stack:
             for folder in folders.values():
-                stack.enter_context(held(folder))
+                stack.enter_context(tenants.held(folder))
             places = {cell: _place(folder, args) for cell, folder in folders.items()}
             asyncio.run(_do(places, args))
     except (BrokerProblem, ValueError, OSError, NatsError, TimeoutError, ServingError) as error:
@@ -177,8 +168,8 @@ async def _noted(
     if not place.servers:
         yield
         return
-    user = user_in_use(secrets, "operator")
-    url = with_user(place.servers, user, secrets[user])
+    user = tenants.user_in_use(secrets, "operator")
+    url = tenants.with_user(place.servers, user, secrets[user])
     async with (
         as_operator(url, f"passwords {verb}") as nc,
         recorded(nc, place.subjects, f"passwords {verb}", ", ".join(what)),
@@ -197,18 +188,18 @@ async def _rotate(place: PasswordsPlace, roles: Sequence[str]) -> None:
                 f"{ROUTE}: the previous password is still in use; first `penstock passwords retire {ROUTE}`"
             )
         async with _noted(place, before, "rotate", roles):
-            store(place.data_dir, secrets | {ROUTE: new_password(), ROUTE_BEFORE: secrets[ROUTE]})
+            tenants.store(place.data_dir, secrets | {ROUTE: tenants.new_password(), ROUTE_BEFORE: secrets[ROUTE]})
         print(f"the servers' new password is in {place.data_dir / 'secrets.json'}; now:")
         print(f"1. {RESTART}")
         print(f"2. run `penstock passwords retire {ROUTE}`, and repeat step 1")
         return
-    in_use = set(secrets.get(SECOND_IN_USE, "").split())
-    new = [other_user(secrets, role) for role in roles]
+    in_use = set(secrets.get(tenants.SECOND_IN_USE, "").split())
+    new = [tenants.other_user(secrets, role) for role in roles]
     for role, user in zip(roles, new, strict=True):
-        secrets[user] = new_password()
+        secrets[user] = tenants.new_password()
         in_use ^= {role}
     async with _noted(place, before, "rotate", new):
-        store(place.data_dir, secrets | {SECOND_IN_USE: " ".join(sorted(in_use))})
+        tenants.store(place.data_dir, secrets | {tenants.SECOND_IN_USE: " ".join(sorted(in_use))})
         if place.running:
             _apply(place, secrets)
     users = ", ".join(new)
@@ -228,7 +219,7 @@ async def _check_unused(place: PasswordsPlace, roles: Sequence[str]) -> None:
     if ROUTE in roles:
         return
     secrets = _with_route(load_secrets(place.data_dir / "secrets.json", USERS))
-    ending = [other_user(secrets, role) for role in roles]
+    ending = [tenants.other_user(secrets, role) for role in roles]
     if not place.servers:
         raise ValueError(
             f"no broker runs on {place.data_dir}, so it is unknown whether connections still use passwords that "
@@ -254,14 +245,14 @@ async def _retire(place: PasswordsPlace, roles: Sequence[str]) -> None:
                 f"{ROUTE}: there is no previous password; `penstock passwords rotate {ROUTE}` makes a new one"
             )
         async with _noted(place, before, "retire", roles):
-            store(place.data_dir, secrets)
+            tenants.store(place.data_dir, secrets)
         print(f"the previous password is no longer in the configuration; now {RESTART}")
         return
-    ending = [other_user(secrets, role) for role in roles]
+    ending = [tenants.other_user(secrets, role) for role in roles]
     for user in ending:
-        secrets[user] = new_password()
+        secrets[user] = tenants.new_password()
     async with _noted(place, before, "retire", ending):
-        store(place.data_dir, secrets)
+        tenants.store(place.data_dir, secrets)
         if place.running:
             _apply(place, secrets)
     if place.running:
@@ -289,13 +280,13 @@ async def _list(place: PasswordsPlace) -> None:
         counts[each["authorized_user"]] = counts.get(each["authorized_user"], 0) + 1
     print(f"{'role':<10}{'logs in as':<14}{'connections':>11}{'of the other':>14}")
     for role in EVERY:
-        user, other = user_in_use(secrets, role), other_user(secrets, role)
+        user, other = tenants.user_in_use(secrets, role), tenants.other_user(secrets, role)
         numbers = (str(counts.get(each, 0)) if place.servers else "-" for each in (user, other))
         print(f"{role:<10}{user:<14}{next(numbers):>11}{next(numbers):>14}")
 
 
 def _apply(place: PasswordsPlace, secrets: Mapping[str, str]) -> None:
-    write_passwords(place.data_dir, secrets, place.subjects)
+    tenants.write_passwords(place.data_dir, secrets, place.subjects)
     reload(place.data_dir)
 
 
@@ -305,8 +296,8 @@ async def connections(servers: str, secrets: Mapping[str, str]) -> list[dict[str
     Raises:
         BrokerProblem, NatsError, TimeoutError: no server accepts ``sys``, or one of them does not answer.
     """
-    user = user_in_use(secrets, "sys")
-    nc = await connect_operator(with_user(servers, user, secrets[user]))
+    user = tenants.user_in_use(secrets, "sys")
+    nc = await connect_operator(tenants.with_user(servers, user, secrets[user]))
     try:
         found: list[dict[str, Any]] = []
         for server in await _servers(nc):

@@ -18,19 +18,7 @@ from penstock.cli.terminal import Column, escape, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.log_tools.sources.open_log import LogSource, add_flags, run_command
-from penstock.operate.observe import (
-    CellView,
-    DeploymentSnapshot,
-    Observer,
-    QueueView,
-    Rates,
-    WorkerView,
-    away,
-    gateways_line,
-    observed,
-    tenant_rows,
-    unsteady,
-)
+from penstock.operate import observe
 from penstock.operate.streams import reach
 from penstock.schemas.fleet import GpuUse
 
@@ -65,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _run(source: LogSource, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
-    async with observed(source, name="top", role="viewer") as (_, observer):
+    async with observe.observed(source, name="top", role="viewer") as (_, observer):
         if observer is None:
             raise ValueError("the deployment is stopped: `penstock requests` shows what it did")
         try:
@@ -77,7 +65,7 @@ async def _run(source: LogSource, console: Console, interval_s: float, *, once: 
             raise ValueError(str(error)) from error
 
 
-async def _print(observer: Observer, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
+async def _print(observer: observe.Observer, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
     await observer.look()  # rates need two
     while True:
         await asyncio.sleep(interval_s)
@@ -91,7 +79,7 @@ async def _print(observer: Observer, console: Console, interval_s: float, *, onc
             return
 
 
-async def _live(observer: Observer, console: Console, interval_s: float) -> None:
+async def _live(observer: observe.Observer, console: Console, interval_s: float) -> None:
     with Live(console=console, auto_refresh=False, screen=True) as live, _ended_by_key() as ended:
         while not ended.is_set():
             began = time.monotonic()
@@ -129,14 +117,14 @@ def _ended_by_key() -> Iterator[asyncio.Event]:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def picture(snapshot: DeploymentSnapshot, width: int) -> Group:
+def picture(snapshot: observe.DeploymentSnapshot, width: int) -> Group:
     """A snapshot as it is printed on this many columns."""
     ready = sum(worker.state == "ready" for worker in snapshot.workers)
     head = Text.assemble(
         (f"penstock {snapshot.namespace}", "bold"),
         f"   {ready} of {len(snapshot.workers)} workers ready   {clock(snapshot.at_ns, snapshot.at_ns)[:8]}",
     )
-    lines = [Text(line, style="red") for line in [*away(snapshot.cells), *unsteady(snapshot.workers)]]
+    lines = [Text(line, style="red") for line in [*observe.away(snapshot.cells), *observe.unsteady(snapshot.workers)]]
     tables = (
         *([_cells(snapshot.cells, width)] if snapshot.cells else []),
         _workers(snapshot.workers, width),
@@ -145,11 +133,11 @@ def picture(snapshot: DeploymentSnapshot, width: int) -> Group:
         *([_ended(snapshot, width)] if snapshot.recent else []),
     )
     if snapshot.gateways is not None:
-        lines.append(Text(gateways_line(snapshot.gateways, snapshot.at_ns)))
+        lines.append(Text(observe.gateways_line(snapshot.gateways, snapshot.at_ns)))
     return Group(head, *lines, _rates(snapshot.rates), *(part for table in tables for part in (Text(), table)))
 
 
-def _rates(rates: Rates) -> Text:
+def _rates(rates: observe.Rates) -> Text:
     def ms(value: float | None) -> str:
         return span(value) or "-"
 
@@ -210,7 +198,7 @@ _ENDED = (
 )
 
 
-def _cells(cells: Sequence[CellView], width: int) -> Table:
+def _cells(cells: Sequence[observe.CellView], width: int) -> Table:
     rows = [
         (
             str(cell.number),
@@ -229,7 +217,7 @@ def _cells(cells: Sequence[CellView], width: int) -> Table:
     return fitting_table(_CELLS, rows, width)
 
 
-def _workers(workers: Sequence[WorkerView], width: int) -> Table:
+def _workers(workers: Sequence[observe.WorkerView], width: int) -> Table:
     rows = [
         (
             "" if worker.cell is None else str(worker.cell),
@@ -267,7 +255,7 @@ def gpus(read: Sequence[GpuUse]) -> str:
     return f"{busy}{show_size(sum(gpu.used_bytes for gpu in read))}" if read else "-"
 
 
-def latency(worker: WorkerView) -> str:
+def latency(worker: observe.WorkerView) -> str:
     """The time between two tokens of a worker, or of a prompt, and how many times that of its peers if that is many."""
     if worker.latency_ms is None:
         return "-"
@@ -275,17 +263,17 @@ def latency(worker: WorkerView) -> str:
     return f"[red]{text} x{worker.slowness:.0f}[/]" if worker.is_slow else text
 
 
-def _queues(queues: Sequence[QueueView], width: int) -> Table:
+def _queues(queues: Sequence[observe.QueueView], width: int) -> Table:
     """A column for each class."""
     columns = (Column("queue"), *(Column(queue.priority, right=True) for queue in queues))
     rows = [("held", *(str(queue.held) for queue in queues))]
-    for tenant, held in tenant_rows(queues):
+    for tenant, held in observe.tenant_rows(queues):
         rows.append((f"  {escape(tenant) or 'others'}", *(str(count or "-") for count in held)))
     rows.append(("unread", *(str(queue.unread) for queue in queues)))
     return fitting_table(columns, rows, width)
 
 
-def _streams(snapshot: DeploymentSnapshot, width: int) -> Table:
+def _streams(snapshot: observe.DeploymentSnapshot, width: int) -> Table:
     rows = [
         (
             use.name,
@@ -301,7 +289,7 @@ def _streams(snapshot: DeploymentSnapshot, width: int) -> Table:
     return fitting_table(_STREAMS, rows, width)
 
 
-def _ended(snapshot: DeploymentSnapshot, width: int) -> Table:
+def _ended(snapshot: observe.DeploymentSnapshot, width: int) -> Table:
     rows = [
         (
             each.id,

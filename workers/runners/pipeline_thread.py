@@ -13,19 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.configs.settings import WorkerSettings
-from penstock.schemas import fleet
-from penstock.schemas.control import (
-    Ok,
-    PinPrefix,
-    PrefixPinned,
-    Push,
-    Pushed,
-    RecordedTrace,
-    RecordTrace,
-    Release,
-    Sleep,
-    Wake,
-)
+from penstock.schemas import control, fleet
 from penstock.schemas.kv import KvDump
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import SessionContext, StageInput
@@ -186,17 +174,17 @@ class PipelineRunnerBase(Generic[Engine]):
     async def dump(self, page: int) -> KvDump:
         return KvDump(self._context.id, self._context.epoch, 0, ())
 
-    def release(self, order: Release) -> Ok:
-        return Ok(error="this worker pins no blocks")
+    def release(self, order: control.Release) -> control.Ok:
+        return control.Ok(error="this worker pins no blocks")
 
-    async def push(self, order: Push) -> Pushed:
-        return Pushed("refused", "this worker holds no blocks")
+    async def push(self, order: control.Push) -> control.Pushed:
+        return control.Pushed("refused", "this worker holds no blocks")
 
-    def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
-        return PrefixPinned(cause="this worker holds no blocks")
+    def pin_prefix(self, order: control.PinPrefix) -> control.PrefixPinned:
+        return control.PrefixPinned(cause="this worker holds no blocks")
 
-    async def rest(self, order: Sleep | Wake) -> Ok:
-        return Ok("a worker of this role does not sleep")
+    async def rest(self, order: control.Sleep | control.Wake) -> control.Ok:
+        return control.Ok("a worker of this role does not sleep")
 
-    async def profile(self, order: RecordTrace) -> RecordedTrace:
-        return RecordedTrace(error="a worker of this role records no trace; ask one that computes tokens")
+    async def profile(self, order: control.RecordTrace) -> control.RecordedTrace:
+        return control.RecordedTrace(error="a worker of this role records no trace; ask one that computes tokens")

@@ -23,19 +23,7 @@ from penstock.infra.bus.tasks import end
 from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
 from penstock.infra.fair_queue import QueueLimits
 from penstock.infra.process.scheduling import CoreWaits
-from penstock.schemas import done, fleet, jobs, kv, requests
-from penstock.schemas.control import (
-    Ok,
-    PinPrefix,
-    PrefixPinned,
-    Push,
-    Pushed,
-    RecordedTrace,
-    RecordTrace,
-    Release,
-    Sleep,
-    Wake,
-)
+from penstock.schemas import control, done, fleet, jobs, kv, requests
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import WAITED
 from penstock.schemas.pace import PREFILL
@@ -690,26 +678,28 @@ class TokenRunner:
     async def dump(self, page: int) -> kv.KvDump:
         return await self._dumper.page(page, self._context.bus.max_message // 2)
 
-    def release(self, order: Release) -> Ok:
+    def release(self, order: control.Release) -> control.Ok:
         return self.disaggregation.release(order)
 
-    async def push(self, order: Push) -> Pushed:
+    async def push(self, order: control.Push) -> control.Pushed:
         return await self.disaggregation.push(order)
 
-    def pin_prefix(self, order: PinPrefix) -> PrefixPinned:
+    def pin_prefix(self, order: control.PinPrefix) -> control.PrefixPinned:
         return self.disaggregation.pin_prefix(order)
 
-    async def rest(self, order: Sleep | Wake) -> Ok:
-        return await self._weights.rest(order) if self._weights is not None else Ok("its engine does not sleep")
+    async def rest(self, order: control.Sleep | control.Wake) -> control.Ok:
+        return await self._weights.rest(order) if self._weights is not None else control.Ok("its engine does not sleep")
 
-    async def profile(self, order: RecordTrace) -> RecordedTrace:
+    async def profile(self, order: control.RecordTrace) -> control.RecordedTrace:
         """One trace at a time; the engine serves meanwhile, slower."""
         if self._info.name != "native":
-            return RecordedTrace(error=f"only the native engine records traces on request, not {self._info.name}")
+            return control.RecordedTrace(
+                error=f"only the native engine records traces on request, not {self._info.name}"
+            )
         if not 0 < order.seconds <= PROFILE_S:
-            return RecordedTrace(error=f"{order.seconds:g} s cannot be recorded; the limit is {PROFILE_S:g} s")
+            return control.RecordedTrace(error=f"{order.seconds:g} s cannot be recorded; the limit is {PROFILE_S:g} s")
         if self._profiling:
-            return RecordedTrace(error="a trace is being recorded already; try again when it has ended")
+            return control.RecordedTrace(error="a trace is being recorded already; try again when it has ended")
         from penstock.workers.engines.native import profiler  # torch
 
         self._profiling = True
@@ -722,10 +712,10 @@ class TokenRunner:
             await ended
             path = await asyncio.to_thread(trace.write)  # a step of many kernels is megabytes of text
         except (EngineError, OSError, RuntimeError, ValueError) as error:
-            return RecordedTrace(error=f"no trace could be recorded: {error}")
+            return control.RecordedTrace(error=f"no trace could be recorded: {error}")
         finally:
             self._profiling = False
-        return RecordedTrace(socket.gethostname(), str(path))
+        return control.RecordedTrace(socket.gethostname(), str(path))
 
 
 def _free_media(engine: Engine, media: MediaReservation) -> None:

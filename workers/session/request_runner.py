@@ -14,19 +14,7 @@ from penstock.infra.bus.memory_storage import MemoryStreams
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import Tasks
 from penstock.infra.text.detokenizer import Detokenizer
-from penstock.schemas import fleet, jobs, requests
-from penstock.schemas.control import (
-    Ok,
-    PinPrefix,
-    PrefixPinned,
-    Push,
-    Pushed,
-    RecordedTrace,
-    RecordTrace,
-    Release,
-    Sleep,
-    Wake,
-)
+from penstock.schemas import control, fleet, jobs, requests
 from penstock.schemas.kv import KvDump
 from penstock.schemas.transfer import Encoded, Prefilled
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
@@ -138,14 +126,14 @@ class RequestRunner(Protocol):
     async def dump(self, page: int) -> KvDump:
         """A page of the names in the prefix cache."""
 
-    def release(self, order: Release) -> Ok: ...
+    def release(self, order: control.Release) -> control.Ok: ...
 
-    async def push(self, order: Push) -> Pushed: ...
+    async def push(self, order: control.Push) -> control.Pushed: ...
 
-    def pin_prefix(self, order: PinPrefix) -> PrefixPinned: ...
+    def pin_prefix(self, order: control.PinPrefix) -> control.PrefixPinned: ...
 
-    async def rest(self, order: Sleep | Wake) -> Ok:
+    async def rest(self, order: control.Sleep | control.Wake) -> control.Ok:
         """Move the weights to host memory, or back."""
 
-    async def profile(self, order: RecordTrace) -> RecordedTrace:
+    async def profile(self, order: control.RecordTrace) -> control.RecordedTrace:
         """Record a trace of the engine's steps."""

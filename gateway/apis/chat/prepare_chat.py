@@ -47,21 +47,9 @@ from penstock.gateway.base.request_bodies import (
 from penstock.infra.model.defaults import BARRED
 from penstock.infra.text.parsers.families import TABLE
 from penstock.infra.text.parsers.registry import answer_marks, answer_parsing
+from penstock.schemas import requests
 from penstock.schemas.block_hashes import chain, media_extra, root
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import (
-    ADAPTER,
-    CARRIED_CHAT,
-    MARKS,
-    TEXT_ONLY,
-    GenerateRequest,
-    LogitsProcessor,
-    Media,
-    Parsing,
-    Sampling,
-    Shown,
-    Stop,
-)
 from penstock.schemas.trace import Trace
 from penstock.schemas.wire import pack_tokens
 
@@ -77,7 +65,7 @@ class PreparedRequest(NamedTuple):
         repeated: it was made before, under the same key; the client asks again.
     """
 
-    request: GenerateRequest
+    request: requests.GenerateRequest
     prompt_tokens: int
     stream: bool
     include_usage: bool
@@ -110,16 +98,16 @@ def with_trace(prepared: PreparedRequest, trace: Trace | None) -> PreparedReques
 
 MAX_PROMPT_LOGPROBS = 131_072  # values in one answer: prompt tokens x (1 + alternatives) x times they are shown
 MAX_STREAMED_LOGPROBS = 8_192  # of them in one event of a stream
-RESERVED = MARKS  # names that clients cannot use
-_NEUTRAL = Sampling()  # whose values are left out of messages
+RESERVED = requests.MARKS  # names that clients cannot use
+_NEUTRAL = requests.Sampling()  # whose values are left out of messages
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
 
 
 class GenerationOptions(NamedTuple):
-    stop: Stop
-    sampling: Sampling
+    stop: requests.Stop
+    sampling: requests.Sampling
     wanted: Wanted | None = None
-    parsing: Parsing | None = None
+    parsing: requests.Parsing | None = None
 
 
 def prepare_chat(
@@ -163,7 +151,7 @@ def count_prompt(body: ChatCompletionRequest, context: PrepareContext) -> int:
 
 def attach_media(
     pending: PendingMediaRequest,
-    media: Sequence[Media],
+    media: Sequence[requests.Media],
     context: PrepareContext,
     *,
     seed: Callable[[], int] = random_seed,
@@ -245,14 +233,14 @@ def _prepared(
     *,
     now_ns: int,
     request_id: str,
-    media: tuple[Media, ...] = (),
+    media: tuple[requests.Media, ...] = (),
 ) -> PreparedRequest:
     model = context.model
     prompt = pack_tokens(tokens)
     salt = context.salt(body.cache_salt or "")
     extra = media_extra(((m.position, m.tokens, m.digest) for m in media), context.block_size) if media else None
     names = root(context.revision or model.revision, context.adapter, salt)
-    request = GenerateRequest(
+    request = requests.GenerateRequest(
         id=request_id,
         model=context.names[0],
         gateway=context.gateway,
@@ -291,12 +279,12 @@ def _prepared(
     return PreparedRequest(request, len(tokens), bool(body.stream), usage, wanted=options.wanted)
 
 
-def _shown(body: ChatCompletionRequest | CompletionRequest) -> Shown:
+def _shown(body: ChatCompletionRequest | CompletionRequest) -> requests.Shown:
     stream = body.stream_options
     usage = stream is not None and bool(stream.continuous_usage_stats)
     if not (body.return_token_ids or body.return_tokens_as_token_ids or usage):
-        return TEXT_ONLY
-    return Shown(bool(body.return_token_ids), bool(body.return_tokens_as_token_ids), usage)
+        return requests.TEXT_ONLY
+    return requests.Shown(bool(body.return_token_ids), bool(body.return_tokens_as_token_ids), usage)
 
 
 def resolve_options(
@@ -320,17 +308,19 @@ def resolve_options(
     wanted = resolve_constraint(body, parsing, context)
     sampling = _sampling(body, prompt_tokens, context, seed)
     if wanted is not None:
-        processors = (*sampling.logits_processors, *map(LogitsProcessor, wanted.marks))
+        processors = (*sampling.logits_processors, *map(requests.LogitsProcessor, wanted.marks))
         sampling = msgspec.structs.replace(sampling, logits_processors=processors)
-    if marks := [name for name, on in ((ADAPTER, context.adapter), (CARRIED_CHAT, context.carries_chat)) if on]:
-        processors = (*sampling.logits_processors, *map(LogitsProcessor, marks))
+    if marks := [
+        name for name, on in ((requests.ADAPTER, context.adapter), (requests.CARRIED_CHAT, context.carries_chat)) if on
+    ]:
+        processors = (*sampling.logits_processors, *map(requests.LogitsProcessor, marks))
         sampling = msgspec.structs.replace(sampling, logits_processors=processors)
     return GenerationOptions(stop, sampling, wanted, parsing)
 
 
 def _parsing(
     body: ChatCompletionRequest | CompletionRequest, tokens: Sequence[int], context: PrepareContext
-) -> Parsing | None:
+) -> requests.Parsing | None:
     """How the answer is parsed."""
     if context.parsers is None or not isinstance(body, ChatCompletionRequest):
         return None
@@ -404,7 +394,7 @@ def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: 
     return asked
 
 
-def _stop(body: TextOptions, max_tokens: int, context: PrepareContext) -> Stop:
+def _stop(body: TextOptions, max_tokens: int, context: PrepareContext) -> requests.Stop:
     """
     Raises:
         ServingError: a stop token is outside the vocabulary.
@@ -414,7 +404,7 @@ def _stop(body: TextOptions, max_tokens: int, context: PrepareContext) -> Stop:
     token_ids = () if context.carries_chat else tuple(body.stop_token_ids or ())  # the server has other ids
     if token_ids and max(token_ids) >= model.vocab_size:
         raise invalid("stop_token_ids", f"stop_token_ids has {max(token_ids)}; ids must be below {model.vocab_size}")
-    return Stop(
+    return requests.Stop(
         max_tokens=max_tokens,
         min_tokens=min(_given(body.min_tokens, defaults.min_tokens), max_tokens),
         token_ids=token_ids,
@@ -428,7 +418,7 @@ def _sampling(
     prompt_tokens: int,
     context: PrepareContext,
     seed: Callable[[], int],
-) -> Sampling:
+) -> requests.Sampling:
     """
     Raises:
         ServingError: an id outside the vocabulary, an unknown logits processor, too many log-probabilities.
@@ -440,7 +430,7 @@ def _sampling(
         raise invalid("logit_bias", f"logit_bias has token id {max(bias)}; ids must be below {model.vocab_size}")
     if model.defaults.barred and not context.carries_chat:
         bias = bias | dict.fromkeys(model.defaults.barred, BARRED)
-    return Sampling(
+    return requests.Sampling(
         temperature=_given(body.temperature, default.temperature),
         top_p=_given(body.top_p, default.top_p),
         top_k=max(_given(body.top_k, default.top_k), 0),
@@ -492,7 +482,7 @@ def _prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, prompt_tok
     return most
 
 
-def _logits_processors(body: TextOptions, context: PrepareContext) -> tuple[LogitsProcessor, ...]:
+def _logits_processors(body: TextOptions, context: PrepareContext) -> tuple[requests.LogitsProcessor, ...]:
     """Names and JSON arguments for the workers.
 
     Raises:
@@ -507,7 +497,7 @@ def _logits_processors(body: TextOptions, context: PrepareContext) -> tuple[Logi
                 f"logits_processors[{i}].name",
                 f"no worker has a logits processor {each.name!r}; registered: {registered}",
             )
-        processors.append(LogitsProcessor(each.name, msgspec.json.encode(each.args) if each.args else b""))
+        processors.append(requests.LogitsProcessor(each.name, msgspec.json.encode(each.args) if each.args else b""))
     if (size := sum(len(each.args) for each in processors)) > MAX_PROCESSOR_BYTES:
         raise invalid(
             "logits_processors",

@@ -5,22 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
-from penstock.gateway.apis.messages.objects import (
-    Block,
-    InputDelta,
-    Message,
-    MessageDelta,
-    MessageEvent,
-    MessageOutputDetails,
-    MessageUsage,
-    StopReason,
-    TextBlock,
-    TextDelta,
-    ThinkingBlock,
-    ThinkingDelta,
-    ToolUseBlock,
-    message_error,
-)
+from penstock.gateway.apis.messages import objects
 from penstock.gateway.base.event_stream import EventWriter
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest
@@ -39,10 +24,10 @@ class ClientBody(msgspec.Struct, frozen=True):
 _client_body = msgspec.json.Decoder(ClientBody).decode
 
 
-def message(request: GenerateRequest, answer: SegmentedAnswer) -> Message:
+def message(request: GenerateRequest, answer: SegmentedAnswer) -> objects.Message:
     """A whole message that did not fail."""
     ended = _ended(request, answer)
-    return Message(
+    return objects.Message(
         id=PREFIX + request.id,
         model=request.named,
         content=[_block(segment) for segment in answer.segments],
@@ -61,15 +46,15 @@ class MessageEvents:
         self._request = request
 
     def left(self, writer: EventWriter, error: ServingError) -> bytes:
-        return _json(message_error(error, self._request.id))
+        return _json(objects.message_error(error, self._request.id))
 
     def begin(self, writer: EventWriter) -> None:
         request = self._request
-        usage = MessageUsage(request.prompt_tokens, 0, 0, MessageOutputDetails(0))
+        usage = objects.MessageUsage(request.prompt_tokens, 0, 0, objects.MessageOutputDetails(0))
         _event(
             writer,
             "message_start",
-            message=Message(
+            message=objects.Message(
                 id=PREFIX + request.id,
                 model=request.named,
                 content=[],
@@ -92,7 +77,7 @@ class MessageEvents:
     def end(self, writer: EventWriter, answer: SegmentedAnswer) -> None:
         if answer.error is not None:
             if writer.wanted:
-                writer.write(b"error", _json(message_error(answer.error, self._request.id)))
+                writer.write(b"error", _json(objects.message_error(answer.error, self._request.id)))
             return
         if answer.segments and not answer.segments[-1].closed:
             _event(writer, "content_block_stop", index=answer.segments[-1].index)
@@ -101,38 +86,40 @@ class MessageEvents:
 
 
 def _event(writer: EventWriter, kind: str, **fields: Any) -> None:
-    writer.write(kind.encode(), _json(MessageEvent(kind, **fields)) if writer.wanted else b"")
+    writer.write(kind.encode(), _json(objects.MessageEvent(kind, **fields)) if writer.wanted else b"")
 
 
-def _block(segment: Segment, *, empty: bool = False) -> Block:
+def _block(segment: Segment, *, empty: bool = False) -> objects.Block:
     content = "" if empty else segment.content
     if segment.kind == "text":
-        return TextBlock(content)
+        return objects.TextBlock(content)
     if segment.kind == "reasoning":
-        return ThinkingBlock(content)
-    return ToolUseBlock(segment.call_id, segment.name, {} if empty else segment.arguments)
+        return objects.ThinkingBlock(content)
+    return objects.ToolUseBlock(segment.call_id, segment.name, {} if empty else segment.arguments)
 
 
-def _delta(change: SegmentChange) -> TextDelta | ThinkingDelta | InputDelta:
+def _delta(change: SegmentChange) -> objects.TextDelta | objects.ThinkingDelta | objects.InputDelta:
     if change.segment.kind == "text":
-        return TextDelta(change.text)
-    return ThinkingDelta(change.text) if change.segment.kind == "reasoning" else InputDelta(change.text)
+        return objects.TextDelta(change.text)
+    return objects.ThinkingDelta(change.text) if change.segment.kind == "reasoning" else objects.InputDelta(change.text)
 
 
-def _ended(request: GenerateRequest, answer: SegmentedAnswer) -> MessageDelta:
+def _ended(request: GenerateRequest, answer: SegmentedAnswer) -> objects.MessageDelta:
     finish = answer.finish
     assert finish is not None
     if finish.reason == "length":
         asked = _client_body(request.client_body or b"{}").max_tokens
-        reason: StopReason = "max_tokens" if request.stop.max_tokens >= asked else "model_context_window_exceeded"
-        return MessageDelta(reason, None)
+        reason: objects.StopReason = (
+            "max_tokens" if request.stop.max_tokens >= asked else "model_context_window_exceeded"
+        )
+        return objects.MessageDelta(reason, None)
     if isinstance(finish.stop, str):
-        return MessageDelta("stop_sequence", finish.stop)
-    return MessageDelta("tool_use" if answer.has_calls else "end_turn", None)
+        return objects.MessageDelta("stop_sequence", finish.stop)
+    return objects.MessageDelta("tool_use" if answer.has_calls else "end_turn", None)
 
 
-def _usage(answer: SegmentedAnswer) -> MessageUsage:
+def _usage(answer: SegmentedAnswer) -> objects.MessageUsage:
     usage = answer.usage
     cached = usage.prompt_tokens_details.cached_tokens
-    details = MessageOutputDetails(answer.reasoning_tokens)
-    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, details)
+    details = objects.MessageOutputDetails(answer.reasoning_tokens)
+    return objects.MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached, details)

@@ -20,22 +20,9 @@ from penstock.log_tools.export.read_lines import FEW, Places, copy_messages, pla
 from penstock.log_tools.export.recording import Exported, export_media, media_of
 from penstock.log_tools.export.redaction import VOCABULARY, Redactor
 from penstock.log_tools.requests.find_requests import of_entry
+from penstock.log_tools.sources import log_line
 from penstock.log_tools.sources.export_file import STDIO, WrittenRequests, writing
 from penstock.log_tools.sources.log_copy import MEDIA
-from penstock.log_tools.sources.log_line import (
-    FORMAT,
-    STREAMS,
-    VERSION,
-    FileHeader,
-    LogLine,
-    RecordedModel,
-    Selection,
-    StreamLimits,
-    append_line,
-    encode_line,
-    header_line,
-    request_id_of,
-)
 from penstock.log_tools.sources.open_log import (
     CellSource,
     Log,
@@ -136,7 +123,7 @@ def parts_of(args: argparse.Namespace, source: LogSource) -> list[tuple[CellSour
     return parts
 
 
-async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool) -> Selection:
+async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool) -> log_line.Selection:
     """The selection by the flags of ``add_selection_flags``.
 
     Raises:
@@ -159,7 +146,7 @@ async def selection(args: argparse.Namespace, bus: Readable, *, everything: bool
         if entry is None:
             raise ValueError(f"--from-seq {args.from_seq}: REQUESTS has no message with this sequence")
         since = max(since, time_of(entry.headers.get("Nats-Msg-Id", "")))
-    return Selection(ids, since, until)
+    return log_line.Selection(ids, since, until)
 
 
 async def _run(args: argparse.Namespace) -> None:
@@ -199,7 +186,7 @@ class NothingChosen(ValueError):
 
 async def _export(args: argparse.Namespace, source: LogSource, output: str) -> None:
     media_bytes = parse_size(args.media_bytes) if not args.redact else 0
-    async with open_log(source, name="export", streams=STREAMS, role="reader", files=True) as log:
+    async with open_log(source, name="export", streams=log_line.STREAMS, role="reader", files=True) as log:
         chosen = await selection(args, log.reader, everything=args.all)
         chosen = chosen._replace(kv=not chosen.ids if args.kv is None else args.kv)
         redactor = Redactor(args.vocabulary) if args.redact else None
@@ -239,7 +226,7 @@ def _about_media(media: Exported | None, args: argparse.Namespace) -> str:
     return text
 
 
-async def export(log: Log, chosen: Selection, header: FileHeader, file: BinaryIO) -> Counted:
+async def export(log: Log, chosen: log_line.Selection, header: log_line.FileHeader, file: BinaryIO) -> Counted:
     """Write the header and the selected messages, stream by stream, each in its own order.
 
     Raises:
@@ -258,7 +245,7 @@ class LineWriter:
         media: digests, in the order of the requests.
     """
 
-    def __init__(self, chosen: Selection, file: BinaryIO, redactor: Redactor | None) -> None:
+    def __init__(self, chosen: log_line.Selection, file: BinaryIO, redactor: Redactor | None) -> None:
         self._chosen = chosen
         self._everything = chosen.everything
         self._file = file
@@ -277,8 +264,8 @@ class LineWriter:
         few = 0 < len(self._chosen.ids) <= FEW
         return not few or any(self._split.values()) or not self._chosen.ids <= self._split.keys()
 
-    def add(self, record: LogLine) -> None:
-        part: LogLine | None = record
+    def add(self, record: log_line.LogLine) -> None:
+        part: log_line.LogLine | None = record
         if not self._everything:
             part = self._chosen.part(record)
             if part is None:
@@ -289,7 +276,7 @@ class LineWriter:
             self.left_out += 1
             return
         if record.stream == "WORK" and 0 < len(self._chosen.ids) <= FEW:
-            name, message = request_id_of(record), jobs.decode(record.data)
+            name, message = log_line.request_id_of(record), jobs.decode(record.data)
             several = not isinstance(message, jobs.Revoke) and not (
                 isinstance(message, jobs.Job) and len(message.decision.route) < 2
             )
@@ -301,7 +288,7 @@ class LineWriter:
                 self._written.add(request, record.seq, part.data)
             for each in media_of(record):
                 self.media[each.digest] = None
-        append_line(part, self._lines, self._written.sequence_of)
+        log_line.append_line(part, self._lines, self._written.sequence_of)
         self.messages += 1
         if len(self._lines) >= WRITTEN_BYTES:
             self.flush()
@@ -331,10 +318,15 @@ class _Exported(NamedTuple):
 
 
 async def _export_messages(
-    log: Log, chosen: Selection, places: Places, header: FileHeader, file: BinaryIO, redactor: Redactor | None
+    log: Log,
+    chosen: log_line.Selection,
+    places: Places,
+    header: log_line.FileHeader,
+    file: BinaryIO,
+    redactor: Redactor | None,
 ) -> _Exported:
     began = time.perf_counter()
-    file.write(header_line(header))
+    file.write(log_line.header_line(header))
     writer = LineWriter(chosen, file, redactor)
     with without_gc():
         for stream, limits in header.streams.items():
@@ -353,8 +345,8 @@ async def _with_media(exported: _Exported, log: Log, source: LogSource, file: Bi
     if not limit:
         return counted._replace(media=Exported(0, 0, 0, len(digests)))
 
-    def write(record: LogLine) -> None:
-        file.write(encode_line(record))
+    def write(record: log_line.LogLine) -> None:
+        file.write(log_line.encode_line(record))
 
     if log.files is None:
         media = await export_media(log.bus, digests, limit, write)
@@ -366,7 +358,7 @@ async def _with_media(exported: _Exported, log: Log, source: LogSource, file: Bi
 
 async def _header(
     bus: Readable, args: argparse.Namespace, requests: Sequence[GenerateRequest] | None, *, redacted: bool
-) -> FileHeader:
+) -> log_line.FileHeader:
     selected = [
         *args.ids,
         *(
@@ -375,16 +367,16 @@ async def _header(
             if (value := getattr(args, name))
         ),
     ]
-    return FileHeader(
-        FORMAT,
-        VERSION,
+    return log_line.FileHeader(
+        log_line.FORMAT,
+        log_line.VERSION,
         _version(),
         format_time(time.time_ns()),
         bus.subjects.namespace,
         " ".join(selected) or "--all",
         redacted,
         tuple(await models(bus, requests)),
-        {stream: limits for stream in STREAMS if (limits := await limits_of(bus, stream)) is not None},
+        {stream: limits for stream in log_line.STREAMS if (limits := await limits_of(bus, stream)) is not None},
     )
 
 
@@ -395,26 +387,26 @@ def _version() -> str:
         return "unknown"
 
 
-async def limits_of(bus: Readable, stream: str) -> StreamLimits | None:
+async def limits_of(bus: Readable, stream: str) -> log_line.StreamLimits | None:
     if not isinstance(bus, Bus):
         kept = bus.state(bus.subjects.stream(stream))
-        limits = StreamLimits(kept.first_seq, kept.last_seq, kept.messages, kept.max_age_s, kept.max_bytes)
+        limits = log_line.StreamLimits(kept.first_seq, kept.last_seq, kept.messages, kept.max_age_s, kept.max_bytes)
         return limits if kept.created else None
     with contextlib.suppress(Exception):  # nats-py: many kinds; a stream may be missing
         info = await bus.js.stream_info(bus.subjects.stream(stream))
         state, config = info.state, info.config
-        return StreamLimits(
+        return log_line.StreamLimits(
             state.first_seq, state.last_seq, state.messages, config.max_age or 0.0, config.max_bytes or -1
         )
     return None
 
 
-async def models(bus: Readable, requests: Sequence[GenerateRequest] | None) -> list[RecordedModel]:
+async def models(bus: Readable, requests: Sequence[GenerateRequest] | None) -> list[log_line.RecordedModel]:
     """The models of these requests (None: of the last ones), with what their workers have registered."""
     requests = requests if requests is not None else await _last_requests(bus)
     by_name = {request.model: _model(request) for request in reversed(requests)}
     for worker in await workers(bus):
-        known = by_name.get(worker.model, RecordedModel(worker.model))
+        known = by_name.get(worker.model, log_line.RecordedModel(worker.model))
         by_name[worker.model] = msgspec.structs.replace(
             known,
             revision=known.revision or worker.revision,
@@ -438,8 +430,8 @@ async def _last_requests(bus: Readable) -> list[GenerateRequest]:
     return requests
 
 
-def _model(request: GenerateRequest) -> RecordedModel:
-    return RecordedModel(request.model, request.revision, request.tokenizer, request.block_size)
+def _model(request: GenerateRequest) -> log_line.RecordedModel:
+    return log_line.RecordedModel(request.model, request.revision, request.tokenizer, request.block_size)
 
 
 async def workers(bus: Readable) -> list[fleet.Registration]:

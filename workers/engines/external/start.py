@@ -8,18 +8,9 @@ from typing import Any, NamedTuple
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.tree import Tree
 from penstock.schemas.fleet import GpuUse
+from penstock.workers.engines.external import runtime
 from penstock.workers.engines.external.event_streams import subscribe
 from penstock.workers.engines.external.nodes import NodeGroup, environ, reached_at, towards
-from penstock.workers.engines.external.runtime import (
-    Inbox,
-    LoopThread,
-    ProcessGuard,
-    children,
-    close,
-    construct,
-    shut_down,
-    starting,
-)
 
 
 class Package(NamedTuple):
@@ -41,8 +32,8 @@ class StartedEngine(NamedTuple):
     """``gpus``: of the engine's other machines."""
 
     llm: Any
-    loop: LoopThread
-    inbox: Inbox
+    loop: runtime.LoopThread
+    inbox: runtime.Inbox
     gpus: Callable[[], tuple[GpuUse, ...]]
 
 
@@ -77,21 +68,21 @@ def start(
         BadArguments: it refuses an argument.
         EngineError: the engine does not start, or a machine is missing.
     """
-    inbox = Inbox()
+    inbox = runtime.Inbox()
     group = NodeGroup(settings, (package.name, package.version, revision), inbox, asked)
     undo.callback(group.close)
     variables = {**variables, **group.meet(tree, package.own_address)}
-    loop = LoopThread(package.name)
+    loop = runtime.LoopThread(package.name)
     undo.callback(loop.close)
     early = undo.enter_context(contextlib.ExitStack())
     if events is not None:  # before the engine starts: a late subscriber misses the first events
         for rank in range(ranks):
             early.callback(subscribe(events, rank, inbox).close)
-    before = children()
+    before = runtime.children()
     with environ(variables):
-        llm = group.construct(lambda: construct(package.title, package.version, loop, make), before)
-    undo.callback(ProcessGuard(children() - before).close)
-    undo.callback(close, llm, loop, lambda: readers(llm))
+        llm = group.construct(lambda: runtime.construct(package.title, package.version, loop, make), before)
+    undo.callback(runtime.ProcessGuard(runtime.children() - before).close)
+    undo.callback(runtime.close, llm, loop, lambda: readers(llm))
     undo.callback(group.close)  # before the engine ends here, which would look like a lost rank there
     undo.push(early.pop_all())
     return StartedEngine(llm, loop, inbox, group.gpus)
@@ -130,10 +121,10 @@ class EngineNode:
             EngineError: it does not start.
         """
         variables = {**self._variables(), **reached_at(towards(self._leader), self._package.own_address)}
-        with environ(variables), starting(self._package.title, self.version):
+        with environ(variables), runtime.starting(self._package.title, self.version):
             self._part = self._make(tree)
         return self._ended(self._part)
 
     def close(self) -> None:
         if self._part is not None:
-            shut_down(self._part)
+            runtime.shut_down(self._part)

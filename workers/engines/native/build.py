@@ -33,18 +33,9 @@ from penstock.workers.engines.native.executors import (
     make_speculation,
     prepared,
 )
-from penstock.workers.engines.native.model import vision
+from penstock.workers.engines.native.model import loading, vision
 from penstock.workers.engines.native.model.draft import load_draft
 from penstock.workers.engines.native.model.executor import TorchExecutor
-from penstock.workers.engines.native.model.loading import (
-    configuration,
-    end_tokens,
-    load,
-    positions,
-    vision_encoder,
-    weights,
-    written,
-)
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
 from penstock.workers.engines.native.model.options import DEFAULTS, NativeOptions
 from penstock.workers.engines.native.model.parallel import RankGroup
@@ -197,7 +188,7 @@ def build(
     reload = functools.partial(_load, model, device, options)
     try:
         loaded = reload()
-        encoder = vision_encoder(model, loaded.forward, options.embed_slots) if loaded.multimodal else None
+        encoder = loading.vision_encoder(model, loaded.forward, options.embed_slots) if loaded.multimodal else None
         draft = load_draft(options, loaded) if options.drafts else None
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
@@ -289,7 +280,7 @@ def _prepare_rank(options: NativeOptions, rank: int) -> torch.device:
 
 def _load(model: str, device: torch.device, options: NativeOptions, group: RankGroup | None = None) -> Model:
     """Load a model, with the weights that the options ask for."""
-    loaded = load(model, device=device, dtype=options.dtype, group=group)
+    loaded = loading.load(model, device=device, dtype=options.dtype, group=group)
     if options.quantization == "fp8":
         if device.type == "cuda" and loaded.dtype != torch.bfloat16:
             raise UnsupportedModel(
@@ -508,15 +499,15 @@ def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine
         EngineError: weights or embeddings do not fit into memory, or the device is missing.
     """
     started = time.perf_counter()
-    config = configuration(model)
+    config = loading.configuration(model)
     reason = vision.refusal(config)
     if reason:
         raise UnsupportedModel(f"{reason}; an encode worker needs a vision model")
     where = find_device(options.device)
     set_threads(options.threads, where)
     try:
-        tower = weights(vision.tower_of(config), model, config, device=where, dtype=options.dtype)
-        encoder = vision_encoder(model, tower, options.embed_slots)
+        tower = loading.weights(vision.tower_of(config), model, config, device=where, dtype=options.dtype)
+        encoder = loading.vision_encoder(model, tower, options.embed_slots)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     text = config.get_text_config()
@@ -525,9 +516,9 @@ def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine
         block_size=options.block_size,
         total_blocks=encoder.slots,
         slots=options.max_running,
-        max_model_len=options.max_model_len or positions(config, written(model)).tokens,
+        max_model_len=options.max_model_len or loading.positions(config, loading.written(model)).tokens,
         vocab_size=text.vocab_size,
-        eos_token_ids=end_tokens(tower),
+        eos_token_ids=loading.end_tokens(tower),
         kv_events=False,
         load_seconds=time.perf_counter() - started,
     )

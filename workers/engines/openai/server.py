@@ -34,16 +34,7 @@ from penstock.workers.engines.engine_protocol import EngineAway, EngineError, En
 from penstock.workers.engines.external.engine import Adapter, BlockCounts, ExternalEngine, Slots
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
 from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate, Token
-from penstock.workers.engines.openai.chat import (
-    BY_FLAGS,
-    LOST,
-    ChatReader,
-    can_continue,
-    chat_body_of,
-    check_chat,
-    check_marks,
-    continues,
-)
+from penstock.workers.engines.openai import chat
 from penstock.workers.engines.openai.protocol import (
     CHAT_OPTIONAL,
     OPTIONAL,
@@ -323,7 +314,7 @@ async def chat_abilities_of(server: CompletionServer, name: str, max_model_len: 
         refuses = frozenset([option for option, value in CHAT_OPTIONAL.items() if not await taken({option: value})])
         log.warning("options_left_out", options=sorted(refuses), reason="the server refuses them")
     begun = {"role": "assistant", "content": "1"}
-    how = continues(answer, await takes(question, begun, **BY_FLAGS), await takes(question, begun))
+    how = chat.continues(answer, await takes(question, begun, **chat.BY_FLAGS), await takes(question, begun))
     return ServerAbilities(
         name, takes_ids=False, sends_ids=False, max_model_len=max_model_len, refuses=refuses, chat=True,
         takes_salt=await taken({"cache_salt": "probe"}), limit=next(iter(limit)), continues=how,
@@ -420,8 +411,8 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
                 self._fail(sequence, Code.engine_error, "the worker could not ask its server; its log has the error")
                 raise  # into the log
             said = reader.said
-            if said and self._abilities.chat and not can_continue(said, self._abilities, self._tokenizer):
-                self._fail(sequence, Code.worker_lost, LOST.format(len(said)))
+            if said and self._abilities.chat and not chat.can_continue(said, self._abilities, self._tokenizer):
+                self._fail(sequence, Code.worker_lost, chat.LOST.format(len(said)))
                 return
 
     def _pause_s(self) -> float:
@@ -437,13 +428,13 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         said = f"the server behind this worker answers {error.status} to it; the worker's log has the server's words"
         self._fail(sequence, Code.engine_error, said)
 
-    def _reader(self, request: SequenceRequest, said: Seq[int]) -> CompletionReader | ChatReader:
-        of = ChatReader if self._abilities.chat else CompletionReader
+    def _reader(self, request: SequenceRequest, said: Seq[int]) -> CompletionReader | chat.ChatReader:
+        of = chat.ChatReader if self._abilities.chat else CompletionReader
         return of(request, said, self._abilities, self._info, self._tokenizer)
 
-    async def _ask(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | ChatReader) -> None:
+    async def _ask(self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | chat.ChatReader) -> None:
         if self._abilities.chat:
-            path, body = CHATS, chat_body_of(sequence.call, reader.said, self._abilities, self._tokenizer)
+            path, body = CHATS, chat.chat_body_of(sequence.call, reader.said, self._abilities, self._tokenizer)
         else:
             path = COMPLETIONS
             body = body_of(sequence.call, reader.said, self._abilities, self._info, self._tokenizer)
@@ -483,7 +474,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         raise ServerLost("the answer ended without a reason")
 
     def _on_chunk(
-        self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | ChatReader, data: bytes
+        self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | chat.ChatReader, data: bytes
     ) -> bool:
         """Whether it has tokens."""
         try:
@@ -501,7 +492,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         return bool(new)
 
     def _report(
-        self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | ChatReader, new: list[Token]
+        self, sequence: ActiveSequence[SequenceRequest], reader: CompletionReader | chat.ChatReader, new: list[Token]
     ) -> None:
         """Note that the server has the sequence, and new tokens."""
         if not sequence.cancelled:
@@ -560,7 +551,7 @@ def adapter_of(
 ) -> Adapter[SequenceRequest]:
     def accept(request: SequenceRequest, lora: Any) -> ActiveSequence[SequenceRequest]:
         if abilities.chat:
-            check_chat(request, info, abilities, tokenizer)
+            chat.check_chat(request, info, abilities, tokenizer)
         else:
             check(request, info, abilities)
         return ActiveSequence(request, request)
@@ -643,7 +634,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[Sequen
         if abilities.chat:  # the text of a special token in an answer is text
             tokenizer = Tokenizer.from_str(tokenizer.to_str())
             tokenizer.encode_special_tokens = True
-            check_marks(tokenizer)
+            chat.check_marks(tokenizer)
         adapter = adapter_of(info, runtime, abilities, tokenizer, window)
     log.info("server_ready", url=server.url, **abilities._asdict())
     return ExternalEngine(info, runtime, adapter, slots=window.size)

@@ -16,17 +16,8 @@ import structlog
 from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import EngineError, Scored
+from penstock.workers.engines.external import sequences
 from penstock.workers.engines.external.runtime import EngineRuntime, runs
-from penstock.workers.engines.external.sequences import (
-    MISSING,
-    NO_REASON,
-    ActiveSequence,
-    Follower,
-    SequenceFailure,
-    SequenceUpdate,
-    Token,
-    last_token,
-)
 from penstock.workers.engines.sglang.api import SglangApi
 from penstock.workers.engines.sglang.engine_inputs import SglangInputs, SglangOptions
 
@@ -64,7 +55,7 @@ class SglangOutputCursor:
         self._continues = continues
         self._adopted = adopted
 
-    def take(self, chunk: Mapping[str, Any]) -> tuple[list[Token], SequenceFailure | None]:
+    def take(self, chunk: Mapping[str, Any]) -> tuple[list[sequences.Token], sequences.SequenceFailure | None]:
         """Take one chunk; returns its new tokens and the failure, if any."""
         if self.finished:
             return [], None
@@ -76,13 +67,13 @@ class SglangOutputCursor:
         if reason is not None and isinstance(reason.get("matched"), str):
             # It is given no strings to stop at: so it ends an output whose logits are no numbers.
             self.finished = True
-            return [], SequenceFailure(Code.engine_error, f"the engine ended the output: {reason['matched']}")
+            return [], sequences.SequenceFailure(Code.engine_error, f"the engine ended the output: {reason['matched']}")
         new = []
         for at, token in enumerate(chunk["output_ids"]):
             stops = token in self._stops and self._count >= self._min_tokens
             self._count += 1
             finish, stop_token = ("stop", token) if stops else ("", None)
-            new.append(Token(token, finish, self._logprob(token, at, info), stop_token))
+            new.append(sequences.Token(token, finish, self._logprob(token, at, info), stop_token))
             if stops:
                 self.finished = True
                 return new, None
@@ -90,24 +81,24 @@ class SglangOutputCursor:
             return new, None
         self.finished = True
         matched = reason.get("matched")
-        return last_token(new, reason["type"], matched if isinstance(matched, int) else None)
+        return sequences.last_token(new, reason["type"], matched if isinstance(matched, int) else None)
 
-    def _failure(self, reason: Mapping[str, Any]) -> SequenceFailure:
+    def _failure(self, reason: Mapping[str, Any]) -> sequences.SequenceFailure:
         """Of an abort: the engine's status code says whose fault it is."""
         status, message = reason.get("status_code"), str(reason.get("message") or "the engine aborted the request")
         if status == _BAD_REQUEST:
-            return SequenceFailure(Code.invalid_request, message)
+            return sequences.SequenceFailure(Code.invalid_request, message)
         if status is None:
-            return SequenceFailure(Code.cancelled, message)
+            return sequences.SequenceFailure(Code.cancelled, message)
         moved = self._adopted and not reason.get("err_type")  # errors of another kind, as of a grammar, name theirs
-        return SequenceFailure(Code.transfer_failed if moved else Code.engine_error, message)
+        return sequences.SequenceFailure(Code.transfer_failed if moved else Code.engine_error, message)
 
     def _logprob(self, token: int, at: int, info: Mapping[str, Any]) -> Logprob | None:
         if self._top is None:
             return None
         own = info.get("output_token_logprobs") or ()
         if at >= len(own) or own[at][0] is None:
-            return Logprob(MISSING)
+            return Logprob(sequences.MISSING)
         best = (info.get("output_top_logprobs") or ()) if self._top else ()
         return Logprob(float(own[at][0]), _best(best[at] if at < len(best) else (), self._top))
 
@@ -132,7 +123,7 @@ def prompt_scores(info: Mapping[str, Any], tokens: int, first: int, top: int) ->
         ranked = [each for each, _ in alternatives]
         scores.append(
             Logprob(
-                MISSING if value is None else float(value),
+                sequences.MISSING if value is None else float(value),
                 alternatives,
                 ranked.index(token) + 1 if token in ranked else 0,
             )
@@ -198,7 +189,7 @@ class RankLoads:
         return sum(-(-tokens // block_size) for tokens in list(self.used_tokens.values()))
 
 
-class SglangFollower(Follower[SglangApi, SglangCall]):
+class SglangFollower(sequences.Follower[SglangApi, SglangCall]):
     """Follows one ``sglang.Engine``.
 
     Args:
@@ -224,7 +215,7 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         self._slots = asyncio.Semaphore(slots)
         self._together: dict[str, set[asyncio.Task[None]]] = {}  # prompts in computation, by their handoff
 
-    def launch(self, sequence: ActiveSequence[SglangCall]) -> None:
+    def launch(self, sequence: sequences.ActiveSequence[SglangCall]) -> None:
         super().launch(sequence)
         if self.options.role == "prefill" and (task := sequence.task) is not None:
             handoff = sequence.call.handoff
@@ -236,7 +227,7 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         if not self._together[handoff]:
             del self._together[handoff]
 
-    def abort(self, sequence: ActiveSequence[SglangCall]) -> None:
+    def abort(self, sequence: sequences.ActiveSequence[SglangCall]) -> None:
         """Abort a sequence.
 
         On a prefill worker all choices of a request are handed over and released as one. A prompt that was fetched ends
@@ -251,11 +242,11 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         for task in self._together.get(handoff, ()):
             task.cancel()
 
-    async def _prefill(self, sequence: ActiveSequence[SglangCall]) -> None:
+    async def _prefill(self, sequence: sequences.ActiveSequence[SglangCall]) -> None:
         """Hand a sequence over, and compute its prompt while the decode engine waits for it."""
         async with self._slots:
             offered = sequence.call.offered if sequence.pin else None
-            self._emit(SequenceUpdate(sequence, opaque=offered, handed=True))
+            self._emit(sequences.SequenceUpdate(sequence, opaque=offered, handed=True))
             prepared = sequence.call.prepare(())
             try:
                 stream = await self._llm.async_generate(**prepared.arguments, rid=self._name(), stream=True)
@@ -270,7 +261,7 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
             except Exception as error:  # the decode engine gives the request back
                 log.warning("prompt_not_computed", error=repr(error))
 
-    async def _follow(self, sequence: ActiveSequence[SglangCall]) -> None:
+    async def _follow(self, sequence: sequences.ActiveSequence[SglangCall]) -> None:
         if sequence.call.missing:  # routers place it again
             self._fail(sequence, Code.transfer_failed, sequence.call.missing)
             return
@@ -295,7 +286,7 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         return f"penstock-{next(self._numbers):016x}"
 
     async def _generate(
-        self, sequence: ActiveSequence[SglangCall], prepared: SglangInputs, generated: list[int]
+        self, sequence: sequences.ActiveSequence[SglangCall], prepared: SglangInputs, generated: list[int]
     ) -> bool:
         """One call, whose tokens are added to ``generated``; False: the sequence continues with another one."""
         cursor = SglangOutputCursor(
@@ -318,10 +309,12 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
             await stream.aclose()  # aborts now, not at garbage collection
         if prepared.continues and len(generated) > before:
             return False
-        self._fail(sequence, Code.engine_error, NO_REASON)
+        self._fail(sequence, Code.engine_error, sequences.NO_REASON)
         return True
 
-    def _on_chunk(self, sequence: ActiveSequence[SglangCall], cursor: SglangOutputCursor, chunk: Any) -> list[int]:
+    def _on_chunk(
+        self, sequence: sequences.ActiveSequence[SglangCall], cursor: SglangOutputCursor, chunk: Any
+    ) -> list[int]:
         info = chunk["meta_info"]
         new, failure = cursor.take(chunk)
         if cursor.finished:
@@ -332,10 +325,10 @@ class SglangFollower(Follower[SglangApi, SglangCall]):
         cached = sequence.first_output(info.get("cached_tokens")) if new else None
         scored = self._scored(sequence, info) if new else None
         if new or failure is not None:
-            self._emit(SequenceUpdate(sequence, cached, new, failure, None, scored))
+            self._emit(sequences.SequenceUpdate(sequence, cached, new, failure, None, scored))
         return [each.token for each in new]
 
-    def _scored(self, sequence: ActiveSequence[SglangCall], info: Any) -> Scored | None:
+    def _scored(self, sequence: sequences.ActiveSequence[SglangCall], info: Any) -> Scored | None:
         """The prompt's log-probabilities, once: with the first token."""
         if not sequence.score:
             return None

@@ -14,17 +14,8 @@ from typing import Any, NamedTuple
 import structlog
 
 from penstock.schemas.errors import Code
+from penstock.workers.engines.external import sequences
 from penstock.workers.engines.external.runtime import EngineRuntime
-from penstock.workers.engines.external.sequences import (
-    NO_REASON,
-    ActiveSequence,
-    Follower,
-    SequenceFailure,
-    SequenceUpdate,
-    Token,
-    last_token,
-    logprob_at,
-)
 from penstock.workers.engines.vllm import engine_inputs
 from penstock.workers.engines.vllm.api import VllmApi
 from penstock.workers.engines.vllm.engine_inputs import VllmInputs, VllmOptions
@@ -55,7 +46,7 @@ class VllmOutputCursor:
         logprobs: Seq[Any] | None = None,
         finish: str | None = None,
         stop_reason: int | str | None = None,
-    ) -> tuple[list[Token], SequenceFailure | None]:
+    ) -> tuple[list[sequences.Token], sequences.SequenceFailure | None]:
         """Take one delta; returns its new tokens and the failure, if any.
 
         Raises:
@@ -63,13 +54,13 @@ class VllmOutputCursor:
         """
         if self.finished:
             return [], None
-        new: list[Token] = []
+        new: list[sequences.Token] = []
         for at, token in enumerate(token_ids):
             if self._known:
                 if token != self._known.pop(0):
                     raise Diverged
                 continue
-            new.append(Token(token, "", logprob_at(logprobs, at, token, self._top)))
+            new.append(sequences.Token(token, "", sequences.logprob_at(logprobs, at, token, self._top)))
         if finish is None:
             return new, None
         if finish in ("stop", "repetition", "length") and self._known:
@@ -78,13 +69,13 @@ class VllmOutputCursor:
         if finish in ("abort", "error"):
             return new, self._failed(finish)
         stop_token = stop_reason if isinstance(stop_reason, int) else None
-        return last_token(new, "length" if finish == "length" else "stop", stop_token)
+        return sequences.last_token(new, "length" if finish == "length" else "stop", stop_token)
 
-    def _failed(self, finish: str) -> SequenceFailure:
+    def _failed(self, finish: str) -> sequences.SequenceFailure:
         if finish == "abort":
-            return SequenceFailure(Code.cancelled, "the engine ended the request: abort")
+            return sequences.SequenceFailure(Code.cancelled, "the engine ended the request: abort")
         code = Code.transfer_failed if self._adopted else Code.engine_error
-        return SequenceFailure(code, "the engine failed on this request; see its log")
+        return sequences.SequenceFailure(code, "the engine failed on this request; see its log")
 
 
 log = structlog.get_logger("engine")
@@ -110,7 +101,7 @@ class VllmCall(NamedTuple):
     lora: Any = None
 
 
-class VllmFollower(Follower[VllmApi, VllmCall]):
+class VllmFollower(sequences.Follower[VllmApi, VllmCall]):
     """Follows one ``AsyncLLM``."""
 
     def __init__(self, runtime: EngineRuntime[VllmApi], options: VllmOptions) -> None:
@@ -119,7 +110,7 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         self._images = options.images
         self._numbers = itertools.count()
 
-    async def _follow(self, sequence: ActiveSequence[VllmCall]) -> None:
+    async def _follow(self, sequence: sequences.ActiveSequence[VllmCall]) -> None:
         try:
             try:
                 await self._generate(sequence, sequence.call.prepared)
@@ -129,7 +120,7 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         except Exception as error:
             self._failed(sequence, error, self._code(sequence, error))
 
-    async def _generate(self, sequence: ActiveSequence[VllmCall], prepared: VllmInputs) -> None:
+    async def _generate(self, sequence: sequences.ActiveSequence[VllmCall], prepared: VllmInputs) -> None:
         params = self._api.sampling_params(prepared.sampling)
         cursor = VllmOutputCursor(known=prepared.known, top=sequence.call.logprobs, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"
@@ -151,10 +142,10 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         finally:
             await stream.aclose()  # aborts now, not at garbage collection
         if not cursor.finished:
-            self._fail(sequence, Code.engine_error, NO_REASON)
+            self._fail(sequence, Code.engine_error, sequences.NO_REASON)
 
     def _on_output(
-        self, sequence: ActiveSequence[VllmCall], prepared: VllmInputs, cursor: VllmOutputCursor, output: Any
+        self, sequence: sequences.ActiveSequence[VllmCall], prepared: VllmInputs, cursor: VllmOutputCursor, output: Any
     ) -> None:
         if sequence.cancelled:
             return
@@ -171,9 +162,9 @@ class VllmFollower(Follower[VllmApi, VllmCall]):
         cached = sequence.first_output(output.num_cached_tokens) if new else None
         scored = sequence.scored(output.prompt_logprobs[1:]) if sequence.score and output.prompt_logprobs else None
         if new or failure is not None or scored is not None:
-            self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored))
+            self._emit(sequences.SequenceUpdate(sequence, cached, new, failure, opaque, scored))
 
-    def _code(self, sequence: ActiveSequence[VllmCall], error: Exception) -> Code | None:
+    def _code(self, sequence: sequences.ActiveSequence[VllmCall], error: Exception) -> Code | None:
         if isinstance(error, self._api.dead) or self._llm.errored:
             return None
         if isinstance(error, self._api.transient):

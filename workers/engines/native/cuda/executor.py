@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.core.sequence import Sampled, ScheduledSequence, Sequence
-from penstock.workers.engines.native.cuda import rows
+from penstock.workers.engines.native.cuda import packing, rows
 from penstock.workers.engines.native.cuda.adapters import CudaAdapters
 from penstock.workers.engines.native.cuda.copies import (
     HostCopies,
@@ -31,22 +31,6 @@ from penstock.workers.engines.native.cuda.dense import DenseAttention
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
 from penstock.workers.engines.native.cuda.latent import make_scratch, paged_attention
 from penstock.workers.engines.native.cuda.modules import Linear, Rotation
-from penstock.workers.engines.native.cuda.packing import (
-    LARGE,
-    LONG,
-    STEP,
-    UNKNOWN,
-    Draw,
-    Group,
-    Packed,
-    PackedStep,
-    Packing,
-    TableRow,
-    TableRows,
-    packed_step,
-    shapes,
-    unpacked_step,
-)
 from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
 from penstock.workers.engines.native.cuda.prompt_graphs import (
     CAPTURE,
@@ -138,7 +122,7 @@ class PromptTiles(NamedTuple):
     """The prompts of a batch; see ``paged.PagedBatch``."""
 
     tiles: Tensor | None = None
-    long: tuple[Group, ...] = ()
+    long: tuple[packing.Group, ...] = ()
     rest: Tensor | None = None
     decode_positions: Tensor | None = None
     splits: int = 0
@@ -185,7 +169,7 @@ class CudaExecutor:
         in_flight: int = 4,
         invariant: bool = False,
         adapters: CudaAdapters | None = None,
-        others: Callable[[PackedStep], None] | None = None,
+        others: Callable[[packing.PackedStep], None] | None = None,
         continued: Tensor | None = None,
     ) -> None:
         device = model.device
@@ -198,11 +182,11 @@ class CudaExecutor:
         self._rows = max_rows = max_running * tokens_per_sequence
         table_rows = 2 * max_running + 1
         places, tables = model.media_positions, 1 + (sliding is not None)
-        self._table_rows = TableRows(
+        self._table_rows = packing.TableRows(
             table_rows, width, sliding=sliding is not None, shift=None if places is None else places.shift
         )
-        self._least = STEP if layer_weights(model) >= LARGE or pool.shape.latent else LONG
-        self._packing = Packing(
+        self._least = packing.STEP if layer_weights(model) >= packing.LARGE or pool.shape.latent else packing.LONG
+        self._packing = packing.Packing(
             self._table_rows,
             tile_rows=tile_rows(model.dtype),
             singles=singles,
@@ -255,7 +239,7 @@ class CudaExecutor:
         """A target of sampled tokens that no step reads."""
         return len(self._latest) - 1
 
-    def table_row(self, sequence: Sequence) -> TableRow:
+    def table_row(self, sequence: Sequence) -> packing.TableRow:
         """The table row of a sequence of the last step."""
         return self._table_rows.of(sequence)
 
@@ -306,7 +290,7 @@ class CudaExecutor:
             log.info("graphs_captured", graphs=graphs, prompt_rows=rows, mib=taken, seconds=took)
         shape, model = self.pool.shape, self.model
         longest = min(self._tables.shape[2] * self.pool.block_size, self._most_tokens)
-        planned = list(shapes(longest, self._most_tokens, self._least))
+        planned = list(packing.shapes(longest, self._most_tokens, self._least))
         if shape.latent:
             keys, values = model.expanded
             self._dense.warm(planned, model.heads, model.heads, keys, model.dtype, values)
@@ -446,25 +430,25 @@ class CudaExecutor:
             self._launched = plan, packed.first_rows
             changes = self._table_rows.take_changes()
             if self._others is not None:
-                self._others(packed_step(packed, changes, eager=bool(scoring)))
+                self._others(packing.packed_step(packed, changes, eager=bool(scoring)))
             try:
                 return self._launch(packed, changes, scoring, eager=bool(scoring))
             finally:
                 self._waypoints = None
 
-    def compute(self, step: PackedStep) -> None:
+    def compute(self, step: packing.PackedStep) -> None:
         """Launch this rank's part of a step that rank 0 has sent.
 
         Raises:
             EngineError: the device is lost.
         """
-        packed, changes, eager = unpacked_step(step)
+        packed, changes, eager = packing.unpacked_step(step)
         with device_errors(), torch.inference_mode():
             self._launch(packed, changes, (), eager=eager)
 
     def _launch(
         self,
-        packed: Packed,
+        packed: packing.Packed,
         changes: tuple[list[int], list[int]],
         scoring: Seq[ScheduledSequence],
         *,
@@ -476,22 +460,22 @@ class CudaExecutor:
             return self._replay_prompts(packed, changes, size)
         return self._mixed(packed, changes, scoring)
 
-    def _pack_single(self, plan: list[ScheduledSequence]) -> Packed:
+    def _pack_single(self, plan: list[ScheduledSequence]) -> packing.Packed:
         """``Packing.pack`` for a plan of single tokens, but faster: with small models the GPU waits for it."""
-        packed = Packed()
+        packed = packing.Packed()
         for scheduled in plan:
             sequence, start = scheduled.sequence, scheduled.start
             table_row = self._table_rows.of(sequence)
             tokens = sequence.tokens
-            packed.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)
+            packed.tokens.append(tokens[start] if start < len(tokens) else packing.UNKNOWN)
             packed.table_rows.append(table_row.index)
             packed.slots.append(sequence.adapter_slot)
             packed.positions.append(start)
-            packed.draws.append(Draw(sequence, table_row, start + 1, table_row.index))
+            packed.draws.append(packing.Draw(sequence, table_row, start + 1, table_row.index))
         packed.decodes = len(plan)
         return packed
 
-    def _decode(self, packed: Packed, changes: tuple[list[int], list[int]]) -> Pending | LateStep:
+    def _decode(self, packed: packing.Packed, changes: tuple[list[int], list[int]]) -> Pending | LateStep:
         """Compute a step without chunks of prompts."""
         count, draws = packed.decodes, packed.draws
         size = next((size for size in self._graph_sizes if size >= count), 0)
@@ -517,7 +501,9 @@ class CudaExecutor:
             logits = logits.index_select(0, sampled_rows)
         return self._drawn(logits, packed, targets, parameters, drawn=sampled_rows)
 
-    def _replay_prompts(self, packed: Packed, changes: tuple[list[int], list[int]], size: int) -> Pending | LateStep:
+    def _replay_prompts(
+        self, packed: packing.Packed, changes: tuple[list[int], list[int]], size: int
+    ) -> Pending | LateStep:
         """Compute a step with short prompts by the graph of this many rows."""
         upload, draws = self._upload, packed.draws
         upload.begin()
@@ -529,7 +515,7 @@ class CudaExecutor:
         return self._drawn(self._prompt_graphs.replay(size, adapted), packed, targets, parameters)
 
     def _mixed(
-        self, packed: Packed, changes: tuple[list[int], list[int]], scoring: Seq[ScheduledSequence]
+        self, packed: packing.Packed, changes: tuple[list[int], list[int]], scoring: Seq[ScheduledSequence]
     ) -> Pending | LateStep:
         upload, draws = self._upload, packed.draws
         upload.begin()
@@ -554,7 +540,7 @@ class CudaExecutor:
     def _drawn(
         self,
         logits: Tensor,
-        packed: Packed,
+        packed: packing.Packed,
         targets: Tensor,
         parameters: tuple[Tensor, Tensor] | None,
         after: Callable[[], None] | None = None,
@@ -592,7 +578,7 @@ class CudaExecutor:
     def _put_tiles(self, tiles: list[tuple[int, int, int, int]]) -> Tensor | None:
         return self._upload.put([number for tile in tiles for number in tile]).view(-1, 4) if tiles else None
 
-    def _put_adapters(self, packed: Packed, size: int) -> bool:
+    def _put_adapters(self, packed: packing.Packed, size: int) -> bool:
         """Say which rows of a step have which adapter; False: none has one.
 
         Before lists without a place of their own are put: they follow behind this one.

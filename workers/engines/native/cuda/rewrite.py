@@ -17,18 +17,9 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from penstock.workers.engines.native.cuda import experts, few_rows, fp8, peers, rows
+from penstock.workers.engines.native.cuda import experts, few_rows, fp8, modules, peers, rows
 from penstock.workers.engines.native.cuda.fusions import FUSIONS
 from penstock.workers.engines.native.cuda.latent import make_scratch, paged_attention
-from penstock.workers.engines.native.cuda.modules import (
-    GatedMlp,
-    Linear,
-    MergedLinear,
-    MergedLinearPart,
-    RmsNorm,
-    Rotation,
-    RotationForm,
-)
 from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
 from penstock.workers.engines.native.model.attention import Paged
 from penstock.workers.engines.native.model.model import Model, UnsupportedModel
@@ -44,7 +35,7 @@ ROTATIONS = {"apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_r
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
-def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
+def rewrite(model: Any) -> tuple[modules.Rotation, Counter[str]]:
     """Apply all rules to a loaded model; returns how often each applied. ``undo_layers`` reverts residuals."""
     counts: Counter[str] = Counter()
     generator = torch.Generator(device=model.device).manual_seed(1)
@@ -64,13 +55,13 @@ def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
         parent, name, child = _find(model, path)
         whole, group = _unwrapped(child)
         if type(whole) in LINEAR:
-            new = Linear(whole.weight.data, whole.bias, getattr(whole, "scale", None))
+            new = modules.Linear(whole.weight.data, whole.bias, getattr(whole, "scale", None))
             new.group = group
             setattr(parent, name, new)
     fused = [layer for layer in model.modules() if _fuse_residuals(layer, model.dtype, generator)]
     counts["residuals within products"] = len(fused)
     counts["norms within sums"] = _chain_norms(model, fused)
-    rotation = Rotation()
+    rotation = modules.Rotation()
     counts["rotations within attention"] = sum(
         _defer_rotation(module, rotation, generator) for module in model.modules()
     )
@@ -83,7 +74,7 @@ def make_invariant(model: Any) -> str:
     Returns: the name of a module that has no such kernel; empty: all have one.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.scale is None:
+        if isinstance(module, modules.Linear) and module.scale is None:
             module.invariant = True
         elif isinstance(module, (experts.GatedExperts, experts.ExpertRouter)):
             continue  # they always are
@@ -121,7 +112,7 @@ def _chain_norms(model: Any, fused: list[Any]) -> int:
         if mixture is not None and not set(dict(layer.mlp.named_children())) <= {"gate", "router", "experts"}:
             product = None  # the sum of what they choose is not the whole output
         for each, norm in ((layer.self_attn.o_proj, layer.post_attention_layernorm), (product, after)):
-            if each is not None and type(norm) is RmsNorm and getattr(each, "scale", None) is None:
+            if each is not None and type(norm) is modules.RmsNorm and getattr(each, "scale", None) is None:
                 each.__dict__["following"] = norm
                 count += 1
     return count
@@ -144,7 +135,7 @@ def _matches(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x
     return bool((result.float() - expected.float()).norm() <= bound * expected.float().norm())
 
 
-def _rms_norm_for(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> RmsNorm | None:
+def _rms_norm_for(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> modules.RmsNorm | None:
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
     if not isinstance(eps, float) or weight is None or weight.dim() != 1 or dtype not in TOLERANCE:
@@ -155,13 +146,13 @@ def _rms_norm_for(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> 
     original = weight.data
     try:
         norm.weight.data = random_weight
-        kinds = [kind for kind in (0, 1, 2) if _matches(RmsNorm(random_weight, eps, kind), norm, x)]
+        kinds = [kind for kind in (0, 1, 2) if _matches(modules.RmsNorm(random_weight, eps, kind), norm, x)]
     finally:
         norm.weight.data = original
-    return RmsNorm(original, eps, kinds[0]) if kinds else None
+    return modules.RmsNorm(original, eps, kinds[0]) if kinds else None
 
 
-def _gated_mlp_for(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedMlp | None:
+def _gated_mlp_for(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> modules.GatedMlp | None:
     children = dict(mlp.named_children())
     linears: list[Any] = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     linears[2], group = _unwrapped(linears[2])
@@ -176,7 +167,7 @@ def _gated_mlp_for(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> 
     bound = ROUNDING if down.scale is not None else 0.0
     x = torch.randn((1, 3, gate_proj.in_features), generator=generator, device=gate_proj.weight.device).to(dtype)
     for act in (rows.SILU, rows.GELU_TANH):
-        new = GatedMlp(gate_up, down, act)
+        new = modules.GatedMlp(gate_up, down, act)
         if _matches(new, mlp, x, bound) and _matches(new, mlp, x[:, :1], bound):  # one row has kernels of its own
             return new
     return None
@@ -198,18 +189,18 @@ def _replace_experts(
             _replace(block, name, chosen, counts, "routers")
 
 
-def _join(linears: list[Any]) -> Linear:
+def _join(linears: list[Any]) -> modules.Linear:
     """One layer that computes several, all of the same type of ``LINEAR``."""
     weight = _concatenate([linear.weight.data for linear in linears])
     scale = torch.cat([linear.scale for linear in linears]) if isinstance(linears[0], Fp8Linear) else None
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
-        return Linear(weight, None, scale)
+        return modules.Linear(weight, None, scale)
     example = next(bias.data for bias in biases if bias is not None)
     all_biases = [
         example.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data for linear in linears
     ]
-    return Linear(weight, torch.cat(all_biases), scale)
+    return modules.Linear(weight, torch.cat(all_biases), scale)
 
 
 def _concatenate(weights: list[Tensor]) -> Tensor:
@@ -240,29 +231,29 @@ def _merge_qkv(parent: nn.Module | None) -> int:
         return 0
     if parent is None or len({(linear.in_features, linear.weight.dtype) for linear in projections}) != 1:
         return 0
-    merged = MergedLinear(_join(projections), [linear.out_features for linear in projections], names)
+    merged = modules.MergedLinear(_join(projections), [linear.out_features for linear in projections], names)
     setattr(parent, names[0], merged)
     for number, name in enumerate(names[1:], 1):
-        setattr(parent, name, MergedLinearPart(merged, number))
+        setattr(parent, name, modules.MergedLinearPart(merged, number))
     return 1
 
 
 def _fuse_residuals(layer: Any, dtype: torch.dtype, generator: torch.Generator) -> int:
     """Add residuals within products if the layer is attention and MLP, each after a norm. Returns 1 if it did."""
     children = dict(layer.named_children())
-    if set(children) != LAYER or not isinstance(getattr(layer.self_attn, "o_proj", None), Linear):
+    if set(children) != LAYER or not isinstance(getattr(layer.self_attn, "o_proj", None), modules.Linear):
         return 0
     mixture = getattr(layer.mlp, "experts", None)
     if isinstance(mixture, experts.GatedExperts):
         x = torch.randn((1, 3, mixture.inputs), generator=generator, device=generator.device).to(dtype)
         if not experts.same_with_residual(layer.mlp, mixture, x):
             return 0
-    elif not isinstance(layer.mlp, GatedMlp):
+    elif not isinstance(layer.mlp, modules.GatedMlp):
         return 0
 
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    fused = isinstance(getattr(layer.self_attn, "q_proj", None), MergedLinear) and all(
-        type(norm) is RmsNorm for norm in norms
+    fused = isinstance(getattr(layer.self_attn, "q_proj", None), modules.MergedLinear) and all(
+        type(norm) is modules.RmsNorm for norm in norms
     )
 
     scales = (
@@ -315,7 +306,7 @@ def _narrow_layer(layer: Any, hidden_states: Tensor, args: tuple[Any, ...], kwar
     return mlp(normal.values)  # type: ignore[no-any-return]
 
 
-def _defer_rotation(module: Any, rotation: Rotation, generator: torch.Generator) -> int:
+def _defer_rotation(module: Any, rotation: modules.Rotation, generator: torch.Generator) -> int:
     """Defer to the attention what a module rotates in a known way. Returns 1 if it did."""
     forward: Any = getattr(type(module), "forward", None)
     forward = inspect.unwrap(forward) if callable(forward) else None  # renamed arguments are a wrapper's
@@ -343,7 +334,7 @@ def _defer_rotation(module: Any, rotation: Rotation, generator: torch.Generator)
 
 def _rotation_form(
     function: Callable[..., tuple[Tensor, Tensor]], dim: int, generator: torch.Generator
-) -> RotationForm | None:
+) -> modules.RotationForm | None:
     """How ``function`` rotates heads of a size; None: in no known way."""
     device = generator.device
     q, k = (torch.randn((1, heads, 3, dim), generator=generator, device=device) for heads in (4, 2))
@@ -361,7 +352,7 @@ def _rotation_form(
                 for x, rotated in zip((q, k), rotated_pair, strict=True)
             )
             if all(matches):
-                return RotationForm(copies * dim // 2, in_pairs, out_pairs)
+                return modules.RotationForm(copies * dim // 2, in_pairs, out_pairs)
         return None
     return None
 
@@ -376,7 +367,7 @@ def _is_rotation(x: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, in_pairs:
 log = structlog.get_logger("engine")
 
 
-def prepare(model: Model, *, invariant: bool = False) -> Rotation:
+def prepare(model: Model, *, invariant: bool = False) -> modules.Rotation:
     """Rewrite a model in place; returns the rotation that its attention applies.
 
     Args:
