@@ -118,6 +118,22 @@ async def test_an_answer_that_is_read_again_counts_no_second_time(counted: Count
     assert await counted(*expected) == list(expected.values())
 
 
+async def test_what_clients_send_makes_no_series(gateway: httpx.AsyncClient) -> None:
+    """A label by a text of the client, such as a model or a path, adds series until the process is restarted."""
+    tag = "q7j0xw"
+    headers = dict.fromkeys(("User-Agent", "X-Request-Id", "Idempotency-Key", "X-Forwarded-For", "OpenAI-Project"), tag)
+    chat = {"messages": [{"role": "user", "content": tag}], "max_tokens": 2}
+    tool = {"type": "function", "function": {"name": tag}}
+    for fields in ({"model": tag}, {"user": tag, "prompt_cache_key": tag}, {"tools": [tool], "tool_choice": "none"}):
+        await gateway.post("/v1/chat/completions", json=chat | fields, headers=headers)
+    for path in (f"/{tag}", f"/v1/models/{tag}", f"/v1/requests/{tag}", f"/v1/files/{tag}", f"/v1/responses/{tag}"):
+        await gateway.get(path, headers=headers)
+    await gateway.request(tag.upper(), "/v1/chat/completions", headers=headers)
+    page = (await gateway.get("/metrics")).text
+    assert f'{GATEWAY}requests_total{{api="http",code="model_not_found"' in page
+    assert tag not in page.lower()
+
+
 async def test_answers_over_nats_count_their_tokens(fast: Deployment) -> None:
     before = [await metrics(url) for url in fast.urls]
     client = await nats.connect(fast.state.client_nats_url)
