@@ -32,7 +32,7 @@ MOST = 100_000  # verdicts; the oldest are forgotten
 WITHIN_S = 2.0
 AGAIN_S = 30.0  # without the bucket: an operator may make it at any time
 WATCHED_FROM = 3  # verdicts of a tenant within an hour: from here on, a further one takes two workers instead of three
-REFUSED_FROM = 10  # from here on its new requests are refused. Of the default tenant, which may be anybody's, never
+REFUSED_FROM = 10  # from here on its new requests are refused. Never of the default tenant, which clients share
 
 
 class Verdicts:

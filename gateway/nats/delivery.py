@@ -1,7 +1,7 @@
 """Sends the answer of an accepted request from the log, as often as asked, and again after the broker was away.
 
-Whether anybody still reads is asked of the broker, every second or every 32 messages. In the pipeline's own account a
-message with a reply subject brings "no responders". The reply subjects that the broker makes for other accounts
+Whether the client still reads is asked of the broker, every second or every 32 messages. In the pipeline's own account
+a message with a reply subject brings "no responders". The reply subjects that the broker makes for other accounts
 (``_R_.…``) never do. There a message asks for the broker's trace of it: as long as the client is subscribed, the trace
 has the step into the client's account; the broker drops that mapping for good once the subscription has gone.
 

@@ -111,7 +111,8 @@ _AGAIN = {
     Code.model_unavailable: LATER,
     Code.shutting_down: NAK,
 }
-_TOLD = (Code.broker_unavailable, Code.model_unavailable)  # these may take long: the client is informed meanwhile
+# These may take long: the client is informed meanwhile.
+_REPORTED_EARLY = (Code.broker_unavailable, Code.model_unavailable)
 
 
 class _Delivery:
@@ -303,7 +304,7 @@ class Submissions:
             )
             refusal = failure(error, 0 if is_answer else -1)
             entry.decide(refusal)
-            if verdict == ACK or error.code in _TOLD:
+            if verdict == ACK or error.code in _REPORTED_EARLY:
                 await replies.refuse(refusal)
         except Exception as error:  # else every gateway would try and fail in turn
             code = Code.internal.value

@@ -229,7 +229,7 @@ async def _taken(nc: Client, to: str, chunk: bytes, timeout_s: float) -> bytes:
         try:
             reply: bytes = (await nc.request(to, chunk, timeout=timeout_s)).data
             return reply
-        except NoRespondersError:  # so nobody has the chunk
+        except NoRespondersError:  # the chunk has reached no subscriber
             if time.monotonic() > until:
                 raise
             await asyncio.sleep(0.05)

@@ -43,7 +43,7 @@ _LINE_BYTES = 1 << 20
 def bound_log(path: Path) -> bool:
     """Move the content of a log that has reached ``LOG_BYTES`` to ``.log.1``; whether it had.
 
-    Its process goes on to append to the same file, so what it writes during the copy is lost; if the disk is full, so
+    Its process continues to append to the same file, so what it writes during the copy is lost; if the disk is full, so
     is the rest.
     """
     before = path.with_suffix(".log.1")

@@ -146,7 +146,7 @@ def _address(host: str) -> str:
 
 
 def held_ports(host: str, first: int, count: int) -> list[socket.socket]:
-    """Hold ports in a row that nobody uses or holds, as ``own_sockets`` does.
+    """Hold ports in a row that no process uses or holds, as ``own_sockets`` does.
 
     Raises:
         OSError: one of them is in use, or held by another process.

@@ -84,8 +84,8 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
     if args.rolling:
         first = outdated(state)
         processes = first if args.cells else first + [each for each in processes if each not in first]
-    tell = partial(console.print, highlight=False)
-    work = _restart_all(data_dir, state, processes, timeout_s, new_cells=bool(args.cells), tell=tell)
+    report = partial(console.print, highlight=False)
+    work = _restart_all(data_dir, state, processes, timeout_s, new_cells=bool(args.cells), report=report)
     await _while_up_runs(data_dir, work)
 
 
@@ -109,7 +109,7 @@ async def _restart_all(
     timeout_s: float,
     *,
     new_cells: bool,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     async with open_cells(LogSource(data_dir), name="restart", role="viewer", streams=()) as logs:
         buses = {log.cell: log.bus for log in logs}
@@ -128,7 +128,7 @@ async def _restart_all(
                     await _until_empty(buses[process.cell], process.cell, timeout_s)
                 emptied.add(process.cell)
             await _restart(buses, data_dir, process, timeout_s)
-            tell(f"{process.name}: ready again after {time.monotonic() - began:.1f} s")
+            report(f"{process.name}: ready again after {time.monotonic() - began:.1f} s")
 
 
 async def _with_cells(data_dir: Path, number: int, timeout_s: float) -> DeploymentState:

@@ -1,7 +1,7 @@
 """The attempts of requests in the logs: sent to a worker, with their cost, returned, or ended. Pure.
 
 A router that is not the owner of a model decides nothing for it, so it folds of its requests only what it needs to take
-over (``UnownedRequests``): a message is kept as it came until the request ends. Most end before anybody asks. ``take``
+over (``UnownedRequests``): a message is kept as it came until the request ends. Most end before a takeover. ``take``
 gives what is left, in the order in which requests came, to be folded as if it were read now, with the time at which it
 was.
 """

@@ -388,7 +388,7 @@ class _Missing:
         self._left = MISSING_SEARCHED
         self._looked = False
         self._unfinished: set[str] | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     async def above(self, entry: Entry) -> list[RequestSummary]:
         """The lost requests between an entry and the next one in the stream; usually none."""
@@ -419,10 +419,10 @@ class _Missing:
         if self._unfinished is None:
             self._unfinished = {each.summary.id for each in await unfinished(bus, Criteria())}
         ended = {record.request async for record in records_of(bus, map(_recorded, candidates.values()))}
-        lost = [name for name in candidates if name not in ended | self._unfinished | self._told]
+        lost = [name for name in candidates if name not in ended | self._unfinished | self._reported]
         if lost:
             log.warning("records_missing", stream="DONE", after=entry.seq, before=before, requests=len(lost))
-        self._told.update(lost)
+        self._reported.update(lost)
         return [msgspec.structs.replace(candidates[name], message=DAMAGED) for name in lost]
 
 

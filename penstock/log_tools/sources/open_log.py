@@ -73,7 +73,7 @@ def _logs_on_stderr() -> Iterator[None]:
     if structlog.is_configured():
         yield
         return
-    processors = [_told_once, *structlog.get_config()["processors"]]
+    processors = [_without_bus_errors, *structlog.get_config()["processors"]]
     structlog.configure(processors, logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     try:
         yield
@@ -81,7 +81,7 @@ def _logs_on_stderr() -> Iterator[None]:
         structlog.reset_defaults()
 
 
-def _told_once(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _without_bus_errors(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Without errors of the connection: what they prevent is said in a sentence."""
     if event.get("event") == "bus_error":
         raise structlog.DropEvent

@@ -64,7 +64,7 @@ class Live:
         return self._watchers
 
     async def run(self) -> None:
-        """Look again and again while anybody watches."""
+        """Read the state repeatedly while a page is open."""
         while True:
             await self._watched.wait()
             try:

@@ -49,7 +49,7 @@ def exchange(
         epochs: (ROWS,) int32, how many were sent.
         tickets: (1,) int32, 0 between kernels. TICKETS: more programs than run at once take their rows in turn, so that
             those that run are of the same rows on all ranks.
-        stop: no longer wait for anybody, if it is not 0. In this GPU's memory: reading the host's takes 0.6 us, one
+        stop: do not wait for other ranks, if it is not 0. In this GPU's memory: reading the host's takes 0.6 us, one
             program after the other.
         lost: set if a rank is given up. In the host's memory.
         total: values of ``part``, if it is no sum.
