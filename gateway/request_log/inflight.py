@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from penstock.gateway.admission.rate_limits.limiter import Paid
+from penstock.infra.bus.direct_get import Entry
 from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import ENDED, EarlierWorker
@@ -49,7 +50,7 @@ class InflightRequest:
         earlier_workers: those that streamed before it.
         kept: all items so far, if they may have to be stored again. None: they are on disk.
         stored_seq: the sequence of its message in REQUESTS; 0: unknown, or its content is not there.
-        ended_ns: when the log got the latest end of a choice, Unix time; 0: none has ended.
+        end: the latest entry of the log that ends a choice.
         stored_link: the number of reconnects when the broker acknowledged that message.
         polls: of the queues, that had ended when it was accepted; -1: it was not accepted here.
         paid: the charge to its API key's limits, until it ends. None: nothing.
@@ -67,6 +68,7 @@ class InflightRequest:
         "_moved",
         "_nudged",
         "_paused",
+        "_recorded_end_ns",
         "_streamed",
         "_waiter",
         "abort",
@@ -75,7 +77,7 @@ class InflightRequest:
         "cancel_sent",
         "cancelling",
         "earlier_workers",
-        "ended_ns",
+        "end",
         "fold",
         "kept",
         "limit",
@@ -103,7 +105,8 @@ class InflightRequest:
         self.behind = False
         self.seq = 0
         self.cancel_sent = 0.0
-        self.stored_seq = self.stored_link = self.ended_ns = 0
+        self.stored_seq = self.stored_link = self._recorded_end_ns = 0
+        self.end: Entry | None = None
         self.polls = -1
         self.on_behind: Behind | None = None
         self.abort: Callable[[], None] | None = None
@@ -275,6 +278,11 @@ class InflightRequest:
         if self._error is not None:
             raise self._error.with_traceback(None)
 
+    @property
+    def ended_ns(self) -> int:
+        """When the log got the latest end of a choice, Unix time; 0: none has ended."""
+        return self.end.time_ns if self.end is not None else self._recorded_end_ns
+
     def complete(self, items: Iterable[TokenItem], fallback: int = 0, ended_ns: int = 0) -> None:
         """Add the missing items from the request's record (``penstock.schemas.done.items``).
 
@@ -282,7 +290,7 @@ class InflightRequest:
             ended_ns: when it ended by that record.
             fallback: the fallback that they are of, as in ``GenerateRequest``; 0: none.
         """
-        self.ended_ns = self.ended_ns or ended_ns
+        self._recorded_end_ns = ended_ns
         parts = [part for item in items for part in _parts(item)]
         for part in parts:
             if part.finish is not None and part.finish.code:

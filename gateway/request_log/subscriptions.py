@@ -85,7 +85,7 @@ class _Pass:
                     if item.tokens and batch.worker != inflight.worker and seq > inflight.seq:
                         inflight.note_worker(batch.worker, item.attempt)
                     if item.finish is not None:
-                        inflight.ended_ns = entry.time_ns
+                        inflight.end = entry
                     if seq > inflight.seq and not inflight.feed_past(item, seq):
                         self.remove(inflight)
         self.seq, self.last = seq, entry
@@ -306,7 +306,7 @@ class TokenSubscription:
                     if item.tokens and worker != inflight.worker:
                         inflight.note_worker(worker, item.attempt)
                     if item.finish is not None:
-                        inflight.ended_ns = entry.time_ns
+                        inflight.end = entry
                     inflight.feed(item, seq)
 
 

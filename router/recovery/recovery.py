@@ -53,7 +53,8 @@ STALLED = "stalled"  # prefix of the reason of a request whose worker's engine m
 class Recovery:
     """
     Attributes:
-        resuming: requests whose earlier output is being read, before they are placed.
+        resuming: requests whose earlier output is being read, before they are placed; of several deliveries the reply
+            of the latest counts.
 
     Args:
         router: id of this router.
@@ -297,13 +298,6 @@ class Recovery:
         self._to_resume.append(pending)
         if len(self._to_resume) == 1:
             self._background.spawn(self._resume_waiting(), "resume")
-
-    def delivered_again(self, request_id: str, reply: str) -> bool:
-        """Whether a request is being resumed; its latest delivery counts."""
-        pending = self.resuming.get(request_id)
-        if pending is not None:
-            pending.reply = reply
-        return pending is not None
 
     async def _resume_waiting(self) -> None:
         async with self._resume_turn:

@@ -286,7 +286,8 @@ class Router:
             return
         if request.id in self.terminal.ending or self.held.delivered_again(request.id, message.reply):
             return
-        if self.recovery.delivered_again(request.id, message.reply):
+        if (resuming := self.recovery.resuming.get(request.id)) is not None:
+            resuming.reply = message.reply
             return
         pending = PendingRequest(request, message.data, message.reply, self._bus.clock.now_ns())
         if request.resumes or request.interrupted_attempt:
