@@ -244,6 +244,7 @@ async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(
         assert (await gateways[0].get(f"/v1/requests/{gone}")).status_code == 404
 
 
+@pytest.mark.slow  # the answer that moves is above
 async def test_a_request_without_a_worker_in_its_cell_can_be_cancelled_where_it_runs(
     deployment: Deployment, gateways: list[httpx.AsyncClient]
 ) -> None:

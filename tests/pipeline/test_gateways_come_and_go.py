@@ -118,6 +118,7 @@ async def site(deployment: Deployment, oracle: Oracle) -> Site:
     return made
 
 
+@pytest.mark.slow  # launch/test_gateways has when; launch/test_up, one port
 @pytest.mark.timeout(180)
 async def test_gateways_come_and_go_under_load_and_nobody_notices(
     site: Site, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,8 @@ from penstock.schemas.transfer import PREFIX, Handoff
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, registrations, until
 
-pytestmark = pytest.mark.timeout(180)
+# workers/disagg/test_moves has them between engines of the mock; here two processes load torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOMS = " ".join(f"The code of room {number} is {number * 37 % 1000}." for number in range(90))
 

@@ -100,6 +100,7 @@ def test_an_engine_over_two_machines_serves_and_drains_when_any_of_them_is_asked
     until_gone(own)
 
 
+@pytest.mark.slow  # external/test_nodes has the ranks
 def test_a_rank_that_was_killed_elsewhere_ends_the_worker_at_once(deployment: Deployment, nodes: Nodes) -> None:
     leader, follower = nodes.start(0), nodes.start(1)
     leader.wait_for("worker_registered")

@@ -113,6 +113,7 @@ async def resize(home: Path, oracle: Oracle, workers: int, gateways: int, cells:
     assert (counts.known, counts.active) == (cells, 1)
 
 
+@pytest.mark.slow  # launch/test_growth and test_up have each step
 @pytest.mark.timeout(180)
 async def test_a_second_cell_comes_and_goes_under_load(tmp_path: Path, oracle: Oracle) -> None:
     await resize(tmp_path, oracle, workers=2, gateways=1, cells=2, clients=6)

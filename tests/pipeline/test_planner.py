@@ -136,6 +136,7 @@ async def test_a_worker_without_a_gpu_is_added_while_others_finish_their_request
         await bus.close()
 
 
+@pytest.mark.slow  # session/test_weights has the sleep
 async def test_a_model_without_requests_sleeps_stays_listed_and_answers_the_next_one(
     new_deployment: NewDeployment, tmp_path: Path
 ) -> None:

@@ -20,7 +20,8 @@ from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending
 from tests.workers.engines.native.qwen_vl import film, generated, noisy, picture, write
 
-pytestmark = pytest.mark.timeout(180)
+# test_disaggregated_native has images through these stages, engines/native/test_qwen_vl the model; more load torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 A, B = picture(40, 90, 1), picture(150, 31, 2)
 FILM, LONG = film(30, 10, 64, 48), film(80, 5, 40, 70)
@@ -172,7 +173,6 @@ async def test_of_a_video_nothing_passes_the_streams_of_work(http: httpx.AsyncCl
     assert other_now - other < 128 << 10
 
 
-@pytest.mark.slow  # demo/test_demo_model has it with text
 async def test_a_worker_that_is_killed_in_mid_answer_is_continued_by_another(
     http: httpx.AsyncClient, bus: Bus, apart: Deployment, folder: Path
 ) -> None:

@@ -171,6 +171,7 @@ async def test_a_worker_of_another_model_under_the_same_name_is_given_nothing(
     assert foreign.tokenizer in log
 
 
+@pytest.mark.slow  # router/test_revisions has which revision serves
 async def test_a_rolling_upgrade_fails_no_request_and_mixes_no_answer(
     fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
 ) -> None:

@@ -264,7 +264,7 @@ async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_
             "messages": [{"role": "user", "content": question}],
             "temperature": 0 if number % 2 else 1,
             "seed": number,
-            "max_tokens": 200,
+            "max_tokens": 120,
             "ignore_eos": True,
             "stream": True,
         }
@@ -286,7 +286,7 @@ async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_
         again = [asyncio.create_task(read(client, number, seen)) for number in range(4)]
 
         async def under_way() -> bool:
-            return seen[0] > 4 * 40
+            return seen[0] > 4 * 20
 
         await until(under_way, "the answers begin", within_s=60)
         victim = next(process for process in demo.state.processes if process.role == "worker")

@@ -70,6 +70,7 @@ async def ended(client: openai.AsyncOpenAI, response_id: str, within_s: float = 
     return await until(over, f"{response_id} is over", within_s)
 
 
+@pytest.mark.slow  # test_batches kills every process
 async def test_a_background_response_survives_the_death_of_every_process(
     fleet: Deployment, clients: list[openai.AsyncOpenAI], oracle: Oracle
 ) -> None:

@@ -315,6 +315,7 @@ async def test_an_unclear_wish_is_refused(http: httpx.AsyncClient) -> None:
     assert unclear.json()["error"]["param"] == "X-Penstock-No-Store"
 
 
+@pytest.mark.slow  # gateway/admission/test_storage
 async def test_a_full_memory_is_a_503_at_both_doors_and_costs_no_open_request_anything(
     fleet: Deployment, fleet_bus: Bus, http: httpx.AsyncClient, oracle: Oracle
 ) -> None:

@@ -36,9 +36,10 @@ def flags_of(command: str) -> UpSettings:
     [
         ({"model": LLAMA}, {"aggregated"}),
         ({"model": LLAMA, "ttft": 500.0, "itl": 8.0, "total_gpus": 8}, {"prefill", "decode"}),
-        (
+        pytest.param(
             {"model": "deepseek-ai/DeepSeek-R1", "ttft": 400.0, "itl": 40.0, "total_gpus": 64, "gpus_per_node": 64},
             {"prefill", "decode"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -137,7 +138,10 @@ ON_EACH = ["--http-host", "0.0.0.0", "--require-keys"]
     "flags",
     [
         {"source": "mock", "rate": 15.0, "gpus_per_node": 2},
-        {"source": "roofline", "model": LLAMA, "gpu": "H100", "rate": 15.0, "gpus_per_node": 2, "max_gpus": 2},
+        pytest.param(
+            {"source": "roofline", "model": LLAMA, "gpu": "H100", "rate": 15.0, "gpus_per_node": 2, "max_gpus": 2},
+            marks=pytest.mark.slow,
+        ),
         # Both roles on one of the machines, each with a file of its own.
         {
             "source": "roofline",

@@ -17,6 +17,7 @@ from penstock.workers.engines.engine_protocol import MediaReservation, MediaSpan
 from penstock.workers.engines.native.build import build, build_encoder
 from penstock.workers.engines.native.model import vision as native_vision
 from penstock.workers.engines.native.model.options import NativeOptions
+from tests.properties import some
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.qwen_vl import SQUARE, film, generated, picture, published, write
 from tests.workers.engines.native.test_handoff import copy, handed_off, prefilled
@@ -100,7 +101,7 @@ def options(**more: Any) -> NativeOptions:
     return NativeOptions(**{"kv_blocks": 96, "block_size": SIZE, "device": "cpu", "embed_slots": 16, **more})
 
 
-@pytest.mark.parametrize("batched", [8192, 37], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("batched", some([8192, 37], 37), ids=["whole", "in chunks"])
 def test_pictures_and_videos_are_answered_as_transformers_answers_them(model: ModelDir, batched: int) -> None:
     engine = build(str(model.path), options(max_batched_tokens=batched))
     said = {}

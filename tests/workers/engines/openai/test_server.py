@@ -22,6 +22,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.requests import CARRIED_CHAT, Sampling, Stop
 from penstock.workers.engines.engine_protocol import EngineAway, EngineError, RequestError, SequenceRequest
 from penstock.workers.engines.openai.server import KEY_VARIABLE, from_settings
+from tests.properties import some
 from tests.workers.engines.contract import Driver
 
 Answer = Callable[["Handler", dict[str, Any]], None]
@@ -383,12 +384,15 @@ def test_a_refusal_of_the_worker_is_no_fault_of_its_client(
 
 @pytest.mark.parametrize(
     "data",
-    [
-        *("[]", "7", "null", "{", '{"choices": [null]}', '{"choices": 5}', '{"choices": [{"token_ids": ["x"]}]}'),
-        *('{"choices": [{"token_ids": 7}]}', '{"choices": [{"token_ids": [-1]}]}'),
-        *('{"choices": [{"token_ids": [1e9]}]}', '{"choices": [{"token_ids": [4096]}]}'),
-        *("[" * 100_000, '{"filler": "' + "x" * (2 << 20) + '"}'),
-    ],
+    some(
+        [
+            *("[]", "7", "null", "{", '{"choices": [null]}', '{"choices": 5}', '{"choices": [{"token_ids": ["x"]}]}'),
+            *('{"choices": [{"token_ids": 7}]}', '{"choices": [{"token_ids": [-1]}]}'),
+            *('{"choices": [{"token_ids": [1e9]}]}', '{"choices": [{"token_ids": [4096]}]}'),
+            *("[" * 100_000, '{"filler": "' + "x" * (2 << 20) + '"}'),
+        ],
+        *("null", '{"choices": [{"token_ids": [4096]}]}', "[" * 100_000),
+    ),
 )
 def test_a_malformed_event_ends_its_own_sequence_only(far: Played, drive: Callable[..., Driver], data: str) -> None:
     far.answers = [lambda handler, body: handler.lines(data), says(said(30, finish="length"))]
