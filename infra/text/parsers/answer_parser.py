@@ -19,7 +19,10 @@ class ThoughtMarks:
     """
 
     def __init__(self, thoughts: Thoughts, marks: Marks) -> None:
-        self.opening = tuple(marks.within(each.rstrip()) for each in thoughts.opening)
+        # A word is no mark without its line break.
+        self.opening = tuple(
+            marks.within(each if each.strip().isalpha() else each.rstrip()) for each in thoughts.opening
+        )
         self.closing = tuple(marks.within(each) for each in thoughts.closing)
         self.begins = "".join({mark[0] for mark in (*self.opening, *self.closing)})
 

@@ -52,7 +52,7 @@ class Thoughts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.channels:
             return False
         end = prompt_end.rstrip()
-        opened = any(end.endswith(mark.rstrip()) for mark in self.opening)
+        opened = any(end.endswith(mark.rstrip()) for mark in self.opening if not mark.strip().isalpha())
         return opened or (self.implied and begins and not end.endswith(self.closing))
 
     def open_thought(self, prefilled: str) -> str | None:

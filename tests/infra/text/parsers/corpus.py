@@ -270,6 +270,8 @@ MARKUP = [
     Case("", "minimax_m3", ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="tag">]<]minimax[>[<of>'
          "]<]minimax[>[<t>a]<]minimax[>[</t>]<]minimax[>[<t>2]<]minimax[>[</t>]<]minimax[>[</of>]<]minimax[>[</invoke>\n"
          "]<]minimax[>[</tool_call>", None, calls=(("tag", '{"of": {"t":["a",2]}}'),)),
+    Case("gemma4", "", "thought\nHm.<channel|>Yes.", "Yes.", "Hm."),
+    Case("gemma4", "", "thoughtful answers", "thoughtful answers"),
     # texts without their marks, the word before a name left out
     Case("", "gemma4", '<|tool_call>:get_weather{city:8001,days:3,of:{city:1}}<tool_call|><|tool_call>call:write{'
          'path:true,note:null,text:null}<tool_call|>', None,
