@@ -89,6 +89,9 @@ class ConnectionOwner(Protocol):
 
     def closed(self, connection: "HttpConnection") -> None: ...
 
+    def malformed(self, connection: "HttpConnection") -> None:
+        """Count what is no HTTP."""
+
 
 _FEW_VALUES = frozenset({b"content-type", b"cache-control", b"x-accel-buffering"})  # of which each line is made once
 _FRAMING = frozenset({b"content-length: ", b"transfer-encoding: ", b"connection: "})
@@ -478,6 +481,7 @@ class HttpConnection(HttpToolsProtocol):
             self._answered.own_lines += lines
 
     def send_400_response(self, msg: str) -> None:
+        self._server.malformed(self)
         self.refuse(ServingError(Code.invalid_request, msg))
 
     def pause_writing(self) -> None:
@@ -671,9 +675,18 @@ class HttpServer:
         self.draining = False
         self.to_move = self.moved = 0
         self.refused = 0
-        self._warned = -WARN_S
+        self._warned = self._warned_malformed = -WARN_S
+        self._malformed = 0
+        # Its warnings are about what clients send: one for each request of a port scanner, which they do not name.
         self.config = uvicorn.Config(
-            app, http="httptools", ws="none", proxy_headers=False, lifespan="off", log_config=None, access_log=False
+            app,
+            http="httptools",
+            ws="none",
+            proxy_headers=False,
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
         )
         self.config.load()
         self._listeners = listeners
@@ -753,6 +766,13 @@ class HttpServer:
                 del self._by_address[connection.address]
         if self._shared is not None:
             self._shared.note()
+
+    def malformed(self, connection: HttpConnection) -> None:
+        self._malformed += 1
+        now = time.monotonic()
+        if now - self._warned_malformed >= WARN_S:
+            self._warned_malformed = now
+            log.warning("requests_malformed", last_address=connection.address, requests=self._malformed)
 
     def _full(self, connection: HttpConnection, limit: str) -> ServingError:
         self.refused += 1

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from penstock.gateway.http.server import FOLLOWED, SCOPE, ConnectionLimits, HttpConnection, HttpServer
 from penstock.infra.bus.tasks import Tasks
@@ -519,6 +520,20 @@ async def test_connections_per_address_are_limited_if_asked_for(serve: Serve) ->
     async with asyncio.timeout(10), serving.client(GET) as (reader, _):
         await reader.readuntil(b"\r\n\r\n0")
         assert status(await serving.ask()) == 503
+
+
+async def test_what_is_no_http_is_logged_once_with_an_address_however_often_it_comes(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Port scanners and clients that speak TLS to a plain port wrote a line each, which named nobody."""
+    serving = await serve()
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(5):
+            assert status(await serving.ask(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")) == 400
+    assert [(each["event"], each["last_address"], each["requests"]) for each in logged] == [
+        ("requests_malformed", "127.0.0.1", 1)
+    ]
+    assert not caplog.records
 
 
 async def test_an_address_of_ipv4_is_the_same_at_a_socket_of_both_families(serve: Serve) -> None:
