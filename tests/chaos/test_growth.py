@@ -71,6 +71,7 @@ async def test_once_time_is_up_nothing_more_is_asked_and_that_is_said() -> None:
     assert said == ["0 requests, since time was up before 10; waiting until all is quiet"]
 
 
+@pytest.mark.slow  # `make growth` compares rates, pipeline/shared/test_limits has the tasks
 @pytest.mark.timeout(240)
 async def test_fifty_mixed_requests_leave_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The small version of ``python -m tests.chaos.growth``: rates need more requests than this to be compared."""

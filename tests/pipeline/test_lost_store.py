@@ -108,6 +108,7 @@ def separate(make_broker: Callable[[], EmbeddedNats], tmp_path: Path) -> Iterato
         yield start
 
 
+@pytest.mark.slow  # `penstock up` does above
 async def test_separate_processes_serve_again_when_the_streams_are_applied_and_the_keys_imported(
     make_broker: Callable[[], EmbeddedNats],
     separate: Callable[[EmbeddedNats], str],

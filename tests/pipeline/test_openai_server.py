@@ -19,6 +19,8 @@ from penstock.infra.bus.connection import connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL, MODEL_NAME, Deployment, ending, joined, metrics, parse_sse
 
+# engines/openai/test_server has servers that are lost, test_fallback workers of one: here eleven processes start.
+pytestmark = pytest.mark.slow
 OPEN = "penstock_gateway_open_requests"
 BODY = {"model": MODEL_NAME, "prompt": [20, 21, 22, 23], "temperature": 0, "ignore_eos": True}
 
@@ -117,7 +119,7 @@ async def serving(far: Deployment) -> int:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/v1/completions", BODY), pytest.param("/v1/chat/completions", CHAT, marks=pytest.mark.slow)],
+    [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)],
     ids=["completions", "chats"],
 )
 async def test_a_lost_servers_answer_goes_on_at_another_from_what_was_sent(

@@ -188,6 +188,7 @@ async def test_a_killed_workers_requests_go_on_elsewhere_behind_the_last_token(
     assert any(event.attempt > 1 for event in ends)
 
 
+@pytest.mark.slow  # so does an answer above
 async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_streamed(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:

@@ -13,6 +13,7 @@ from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, connected, joined, parse_sse, until
 
 
+@pytest.mark.slow  # fleet/test_survival has a few of them
 @pytest.mark.timeout(180)
 async def test_the_streams_of_a_killed_gateway_go_on_at_once_and_together(new_deployment: NewDeployment) -> None:
     deployment = new_deployment("--mock-speedup", "0.5", "--gateways", "2", "--max-running", "256")

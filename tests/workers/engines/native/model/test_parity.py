@@ -22,9 +22,11 @@ COUNT = 24
 
 # One of each kind of layers that a cut of the work may touch.
 CUT = ("deepseek_v2", "gemma3", "gpt_oss", "llama", "qwen3_moe")
+# What the others have, but for how they choose experts.
+WHOLE = (*CUT, "deepseek_v3", "gemma2", "glm4_moe", "mistral", "phi3", "qwen3")
 
 
-@pytest.fixture(params=sorted(CONFIGS))
+@pytest.fixture(params=some(sorted(CONFIGS), *WHOLE))
 def each_directory(request: pytest.FixtureRequest, model_dir: Callable[[str], Path]) -> Path:
     return model_dir(request.param)
 
