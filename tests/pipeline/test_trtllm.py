@@ -18,7 +18,8 @@ from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, metri
 from tests.standins import FOLDER, VARIANT
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-pytestmark = pytest.mark.timeout(180)
+# engines/trtllm/test_handoff has the engines, test_vllm such an engine in a deployment.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

@@ -319,8 +319,9 @@ async def broker(service: Tree, folder: Path, replaced: Mapping[str, str], files
         server.wait(30)
 
 
+@pytest.mark.slow  # test_runs has the command lines of the chart, pipeline/test_cluster has three servers
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("cells", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cells", [1, 2])
 async def test_the_command_lines_serve_a_request_over_three_servers(tmp_path: Path, cells: int) -> None:
     files = tmp_path / "compose"
     files.mkdir()
