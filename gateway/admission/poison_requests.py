@@ -6,7 +6,6 @@ within an hour are watched, which spares a worker each, and with many nothing mo
 
 import asyncio
 import os
-import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -106,7 +105,7 @@ class Verdicts:
         verdict, revision = self.table.get(key, (None, 0))
         if verdict is None:
             return request
-        left_s = verdict.at_ns / 1e9 + HOLDS_S - time.time()
+        left_s = (verdict.at_ns - self._bus.clock.now_ns()) / 1e9 + HOLDS_S
         if left_s <= 0:
             self._forget(key)
             return request
@@ -154,7 +153,7 @@ class Verdicts:
         known, revision = self.table.get(key, (None, 0))
         repeated = request.id if request.repeats_poison else known.repeated if known is not None else ""
         first = known.request if known is not None else request.id
-        verdict = Verdict(first, time.time_ns(), repeated)
+        verdict = Verdict(first, self._bus.clock.now_ns(), repeated)
         await self._put(key, verdict, revision, no_store=request.no_store, left_s=HOLDS_S)
 
     async def _known_secret(self) -> bytes | None:
@@ -200,7 +199,7 @@ class Verdicts:
 
     def _count(self, tenant: str) -> int:
         """Verdicts of a tenant that hold."""
-        keys, oldest_ns = self.of_tenant.get(tenant, {}), time.time_ns() - HOLDS_S * 1_000_000_000
+        keys, oldest_ns = self.of_tenant.get(tenant, {}), self._bus.clock.now_ns() - HOLDS_S * 1_000_000_000
         for key in [key for key, at_ns in keys.items() if at_ns <= oldest_ns]:
             self._forget(key)
         return len(keys)

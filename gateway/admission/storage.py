@@ -270,7 +270,7 @@ class Retention:
             log.debug("retention_unknown", stream=stream, error=repr(error))
             return None
         max_bytes = max(0, info.config.max_bytes or 0)
-        age_s = max(0.0, time.time() - first.time_ns / 1e9) if first is not None else 0.0
+        age_s = max(0, self._bus.clock.now_ns() - first.time_ns) / 1e9 if first is not None else 0.0
         size = state.bytes if first is not None else 0
         kept_s = retention_s(age_s=age_s, size=size, max_bytes=max_bytes, max_age_s=max_age_s)
         short = bool(max_bytes) and size >= WARN * max_bytes and kept_s < max_age_s

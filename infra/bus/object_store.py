@@ -106,10 +106,10 @@ async def put(bus: Bus, bucket: str, name: str, data: bytes, *, keep_s: float = 
     needed_s = min(max(age_s / 2, keep_s), age_s - 2 * MARGIN_S)
     until = Until.after(timeout)
     stored = await _find(bus, full, name, until)
-    if stored is not None and not stored.info.deleted and (left_s := _left_s(stored, age_s)) >= needed_s:
+    if stored is not None and not stored.info.deleted and (left_s := _left_s(bus, stored, age_s)) >= needed_s:
         return left_s
     winner = await _upload(bus, full, name, data, stored, until)
-    return age_s - MARGIN_S if winner is None else _left_s(winner, age_s)
+    return age_s - MARGIN_S if winner is None else _left_s(bus, winner, age_s)
 
 
 async def replace(bus: Bus, bucket: str, name: str, data: bytes | Sequence[bytes], *, timeout: float = PUT_S) -> None:
@@ -139,13 +139,13 @@ async def _upload(
     size = sum(map(len, chunks))
     digest = await asyncio.to_thread(_sha256, chunks) if size > LARGE else _sha256(chunks)
     while True:
-        nuid = new_request_id(time.time_ns()).replace("-", "")
+        nuid = new_request_id(bus.clock.now_ns()).replace("-", "")
         try:
             await _send_chunks(bus, _chunks(full, nuid), chunks, until)
             break
         except _Interrupted:  # what is stored may be incomplete or out of order
             await _purge(bus, full, _chunks(full, nuid))
-    stored = format_time(time.time_ns())
+    stored = format_time(bus.clock.now_ns())
     info = _Info(name, full, nuid, size, len(chunks), digest, stored, options=_Options())
     headers = {
         HEADER_MSG_ID: nuid,
@@ -324,8 +324,8 @@ def _entry(full: str, name: str) -> str:
     return f"$O.{full}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
 
-def _left_s(stored: _StoredObject, age_s: float) -> float:
-    return age_s - MARGIN_S - (time.time_ns() - stored.entry.time_ns) / 1e9
+def _left_s(bus: Bus, stored: _StoredObject, age_s: float) -> float:
+    return age_s - MARGIN_S - (bus.clock.now_ns() - stored.entry.time_ns) / 1e9
 
 
 def _sha256(chunks: Sequence[bytes | memoryview]) -> str:

@@ -471,7 +471,7 @@ async def make_again(
         config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": start_seq}
     elif since_s:
         try:
-            before = await before_time(bus, stream, time.time_ns() - int(since_s * 1e9))
+            before = await before_time(bus, stream, bus.clock.now_ns() - int(since_s * 1e9))
         except ServingError as error:
             raise OSError(error.message) from None
         config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": before + 1}

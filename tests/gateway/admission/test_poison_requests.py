@@ -163,7 +163,7 @@ async def test_requests_of_a_tenant_with_several_verdicts_are_watched_and_with_m
         assert "10 different requests of tenant 'acme'" in await refused(second, fresh)
     other = variation(50, tenant="another")
     assert await second.check(other) is other
-    hour_ago = time.time_ns() - HOLDS_S * 10**9
+    hour_ago = time.time_ns() - (HOLDS_S + 1) * 10**9
     for key in list(second.of_tenant[tenant])[WATCHED_FROM - 1 :]:
         second.of_tenant[tenant][key] = hour_ago
     assert await second.check(fresh) is fresh
@@ -189,7 +189,7 @@ async def test_a_verdict_holds_for_an_hour(gateways: tuple[Verdicts, Verdicts]) 
     ends(first, asked(), "poisoned_request")
     await known(first)
     [(key, (verdict, revision))] = first.table.items()
-    first.table[key] = Verdict(verdict.request, time.time_ns() - HOLDS_S * 10**9), revision
+    first.table[key] = Verdict(verdict.request, time.time_ns() - (HOLDS_S + 1) * 10**9), revision
     late = asked()
     assert await first.check(late) is late
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -112,6 +113,21 @@ async def test_requests_that_no_router_takes_although_some_run_are_named(
     monkeypatch.setattr(fleet, "UNREAD_S", 0.0)
     found = await finding(clients)
     assert (found.status, found.what[:36]) == (CheckStatus.problem, "no router has taken 1 request, the o")
+
+
+async def test_a_router_on_a_machine_whose_clock_is_ahead_reads_every_request(
+    broker: EmbeddedNats, clients: Clients, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await clients.stub()
+    asked = [request() for _ in range(3)]
+    await clients.ask(*asked)
+    for name in ("interactive", "standard", "batch"):
+        await clients.bus.js.delete_consumer(pipeline.stream("REQUESTS"), f"router-{name}")
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 10**9 * 86_400)
+    async with routing(broker, pipeline):
+        for each in asked:
+            await clients.placed(each)
 
 
 async def test_a_consumer_that_was_made_again_behind_what_was_placed_stays(
