@@ -2,8 +2,7 @@
 
 A request's id, creation and deadline are compared with the broker's storage times, and on other machines. With a
 gateway's clock that is ahead, look-ups by time would miss a request; with a worker's, its deadline would be over before
-it begins. Small differences are not corrected: they are within ``CLOCK_SKEW_NS``, and time stays smooth. A clock that
-is set while the process runs is corrected at once by the monotonic one, or the deadlines of all open requests pass.
+it begins. Small differences are not corrected: they are within ``CLOCK_SKEW_NS``, and time stays smooth.
 """
 
 import asyncio
@@ -27,9 +26,20 @@ ASK_S = 2.0
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
-def asleep_ns() -> int:
-    """Since the machine was started; 0 where the system does not say."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns() if sys.platform == "linux" else 0
+def _running_ns() -> int:
+    """Since this machine was started. It counts while the machine sleeps, too, where the system can say so."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic_ns()
+
+
+_STARTED_NS = time.time_ns() - _running_ns()
+
+
+def steady_ns() -> int:
+    """Unix time by this machine's clock as it was when this process started, which nobody sets.
+
+    By a clock that is set by an hour, the deadlines of all open requests would pass.
+    """
+    return _STARTED_NS + _running_ns()
 
 
 class BrokerClock:
@@ -37,37 +47,14 @@ class BrokerClock:
 
     Args:
         local: this machine's clock.
-        monotonic: nanoseconds that nobody sets, which stand still while the machine sleeps.
-        asleep: how long it has slept.
     """
 
-    def __init__(
-        self,
-        local: Callable[[], int] = time.time_ns,
-        monotonic: Callable[[], int] = time.monotonic_ns,
-        asleep: Callable[[], int] = asleep_ns,
-    ) -> None:
+    def __init__(self, local: Callable[[], int] = steady_ns) -> None:
         self._local = local
-        self._monotonic = monotonic
-        self._asleep = asleep
-        self._apart_ns = local() - monotonic()
-        self._asleep_ns = asleep()
         self.offset_ns = 0
 
     def now_ns(self) -> int:
-        local_ns = self._local()
-        apart_ns = local_ns - self._monotonic()
-        if abs(apart_ns - self._apart_ns) > TOLERATED_NS:
-            self._stepped(apart_ns - self._apart_ns)
-        self._apart_ns = apart_ns  # NTP also speeds a clock up or slows it down
-        return local_ns + self.offset_ns
-
-    def _stepped(self, by_ns: int) -> None:
-        before_ns, self._asleep_ns = self._asleep_ns, self._asleep()
-        by_ns -= self._asleep_ns - before_ns
-        if abs(by_ns) > TOLERATED_NS:
-            log.warning("clock_stepped", seconds=round(by_ns / 1e9, 3), used="the time before")
-            self.offset_ns -= by_ns
+        return self._local() + self.offset_ns
 
     def note(self, broker_ns: int, asked_ns: int, answered_ns: int) -> None:
         """Take the broker's time, which it said between two times of this machine's clock.
@@ -76,7 +63,6 @@ class BrokerClock:
         """
         if not 0 <= answered_ns - asked_ns < TOLERATED_NS:
             return
-        self.now_ns()
         offset_ns = broker_ns - (asked_ns + answered_ns) // 2
         before, self.offset_ns = self.offset_ns, offset_ns if abs(offset_ns) > TOLERATED_NS else 0
         if (self.offset_ns != 0) != (before != 0) or abs(self.offset_ns - before) > TOLERATED_NS:

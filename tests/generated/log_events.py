@@ -269,7 +269,6 @@ MEANINGS = {
     "certificate_not_loaded": "changed HTTPS certificate files cannot be used",
     "certificate_not_valid": "clients refuse the HTTPS certificate: it is expired, or not valid yet",
     "clock_differs": "this machine's clock is off by more than a second; the broker's time is used",
-    "clock_stepped": "this machine's clock was set; deadlines hold as before",
     "close_incomplete": "closing the connection took too long and was abandoned",
     "connections_not_accepted": "no file descriptor is left, of the process or of the machine: connections wait, and "
     "the gateway tries again every 0.25 s",

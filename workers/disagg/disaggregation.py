@@ -527,8 +527,9 @@ class DisaggCoordinator:
         """Fetch the prompt's KV, or compute it here, and run the request."""
         running.cached = prefilled.cached
         running.prefilled = True
-        running.started_ns = prefilled.started_ns
-        running.first_token_ns = prefilled.first_token_ns
+        offset_ns = self._bus.clock.offset_ns  # those of a request are by this machine's clock
+        running.started_ns = prefilled.started_ns and prefilled.started_ns - offset_ns
+        running.first_token_ns = prefilled.first_token_ns and prefilled.first_token_ns - offset_ns
         if prefilled.opaque and self.reader is not None and self._bus.clock.now_ns() < prefilled.ticket.lease_ns:
             if running.request.media and self._info.media_with_kv and not await self._embeddings.load(running, None):
                 self.release_input(prefilled)

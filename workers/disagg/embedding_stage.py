@@ -4,7 +4,6 @@ Whatever is missing is encoded here; a request never fails because a transfer di
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +12,7 @@ import msgspec
 from blake3 import blake3
 
 from penstock.infra.bus import object_store
+from penstock.infra.bus.clock import steady_ns
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.memory_storage import MemoryStreams, fetch_medium
 from penstock.schemas import wire
@@ -129,7 +129,7 @@ class EmbeddingStage:
     async def encode(self, running: RunningRequest) -> Encoded | None:
         """Encode all media and lease the embeddings to the next stage; None: the request was ended."""
         assert self._owner is not None
-        running.started_ns = time.time_ns()
+        running.started_ns = steady_ns()
         reservation = await self._reserve_slots(running)
         if reservation is None or not await self._encode_missing(running, reservation):
             return None

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+from penstock.infra.bus.clock import steady_ns
 from penstock.workers.engine_loop.step_output import CacheSnapshot, Flush, SequenceState, StepOutput
 from penstock.workers.engines.engine_protocol import Engine, EngineError, RequestError, SequenceRequest
 
@@ -195,7 +196,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        wall_ns: Callable[[], int] = time.time_ns,
+        wall_ns: Callable[[], int] = steady_ns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stopped = False

@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import structlog
 
 from penstock.configs.settings import WorkerSettings, served_names
+from penstock.infra.bus.clock import steady_ns
 from penstock.infra.bus.tasks import end
 from penstock.infra.model import modeldir, servable
 from penstock.infra.process.gc_policy import loading
@@ -283,7 +284,7 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
 
     def _begin(self, inputs: list[Input[_Vectors]]) -> "asyncio.Future[tuple[list[bytes], float]]":
         """Vectors of a batch, and the seconds that the engine takes for them."""
-        now = time.time_ns()
+        now = steady_ns()
         for each in inputs:
             if not each.key.running.started_ns:
                 each.key.running.started_ns = now
@@ -318,7 +319,7 @@ class EmbeddingRunner(PipelineRunnerBase[EmbeddingEngine]):
         running, output = entry.running, entry.output()
         if not self._requests.is_current(running):
             return
-        running.first_token_ns = time.time_ns()
+        running.first_token_ns = steady_ns()
         running.outcomes[0] = done.Outcome(output, "stop")
         request, size = running.request, min(MESSAGE_BYTES, self._context.bus.max_message // 2) & ~3
         for at in range(0, len(output), size):

@@ -4,12 +4,12 @@ Dumps the names in the prefix cache for routers that missed events: one snapshot
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import structlog
 
+from penstock.infra.bus.clock import steady_ns
 from penstock.schemas import done, kv
 from penstock.schemas.tokens import COUNTS
 from penstock.workers.engine_loop.loop import EngineLoop
@@ -128,7 +128,7 @@ class FlushPublisher:
             if running.stamp_times is not None:
                 running.stamp_times.setdefault("started_ns", sequence.started_ns)
         if flush.items:
-            self._account_tokens(flush, time.time_ns())
+            self._account_tokens(flush, steady_ns())
         for pinned in flush.pinned:
             holder = pinned.key
             assert isinstance(holder, SequenceState)

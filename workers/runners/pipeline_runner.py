@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from penstock.configs.settings import WorkerSettings, served_names
+from penstock.infra.bus.clock import steady_ns
 from penstock.infra.bus.memory_storage import put_file
 from penstock.infra.bus.object_store import put
 from penstock.infra.bus.tasks import end
@@ -145,7 +146,7 @@ class PipelineRunner(PipelineRunnerBase[DiffusionEngine]):
             _EngineFailed: the engine is broken.
         """
         running = run.running
-        running.started_ns = time.time_ns()
+        running.started_ns = steady_ns()
         progress = self._context.tasks.spawn(self._publish_progress(run), name="progress", on_failure=_progress_failed)
         try:
             outputs = await asyncio.wrap_future(self._thread.call(lambda: self._generate(run)))
@@ -159,7 +160,7 @@ class PipelineRunner(PipelineRunnerBase[DiffusionEngine]):
             raise _EngineFailed(error) from error
         finally:
             await end([progress])
-        seconds = round((time.time_ns() - running.started_ns) / 1e9, 3)
+        seconds = round((steady_ns() - running.started_ns) / 1e9, 3)
         files = [await self._store(run, index, output, seconds) for index, output in enumerate(outputs)]
         lease = self._context.lease
         while not lease.trusted() and self._requests.is_current(running):  # noqa: ASYNC110 - ends with the lease
@@ -232,7 +233,7 @@ class PipelineRunner(PipelineRunnerBase[DiffusionEngine]):
         if finish is None and not self._requests.is_current(running):
             return
         if count and not running.first_token_ns:
-            running.first_token_ns = time.time_ns()
+            running.first_token_ns = steady_ns()
         request = running.request
         item = TokenItem(request.id, running.attempt, 0, run.sent, tokens[run.sent : count].tobytes(), finish)
         await self._reporter.items(request.token_address, (item,))

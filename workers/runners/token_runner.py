@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.infra.bus.clock import steady_ns
 from penstock.infra.bus.tasks import end
 from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
 from penstock.infra.fair_queue import QueueLimits
@@ -103,7 +103,7 @@ class TokenPace:
 
         Args:
             now: monotonic, seconds.
-            now_ns: Unix time.
+            now_ns: of ``steady_ns``.
             engine: what its steps have taken.
         """
         if now - self._looked < LOOK_S:
@@ -496,7 +496,7 @@ class TokenRunner:
         self._engine.cancel(running.sequences, lambda: self.publisher.end_cancelled(running))
 
     def free(self, running: RunningRequest, cancel: bool) -> None:
-        self._pace.count(running, time.time_ns())
+        self._pace.count(running, steady_ns())
         parked = self._parked.pop(running.request.id, None)
         if parked is not None and parked.reservation is not None:
             self._release_reservation(parked.reservation)
@@ -654,7 +654,7 @@ class TokenRunner:
 
     def housekeeping(self, now: float) -> None:
         self.disaggregation.sweep(now)
-        self._pace.look(self._requests.running.values(), now, time.time_ns(), self._engine.pace)
+        self._pace.look(self._requests.running.values(), now, steady_ns(), self._engine.pace)
         self._context.metrics.paced(*self._pace.measured)
         stats = self._stats
         self._tier_costs = tier_costs(self._tier_costs, stats.load_s, stats.disk_read_s, stats.compute_s)

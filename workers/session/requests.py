@@ -61,7 +61,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
     handing_off: bool = False  # being handed to the next stage
-    prefilled: bool = False  # by another worker: its times are of there
+    prefilled: bool = False  # by another worker: its times are of there, if it had begun
     grammar: object = None  # keeps the compiled constraint until its sequences have copies of it
     block_wait: BlockWait[Any] | None = None  # for blocks, into which data from another worker comes
     stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
@@ -73,7 +73,6 @@ class RunningRequest(msgspec.Struct, eq=False):
         Args:
             offset_ns: from this machine's clock to the broker's.
         """
-        offset_ns = 0 if self.prefilled else offset_ns  # those of another worker are the broker's
         return self.started_ns and self.started_ns + offset_ns, self.first_token_ns and self.first_token_ns + offset_ns
 
     @property

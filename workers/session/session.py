@@ -18,6 +18,7 @@ from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.bus.clock import steady_ns
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.faststream_app import BusBroker, JobSubscriber
 from penstock.infra.bus.jetstream import Message
@@ -383,7 +384,7 @@ class WorkerSession:
             await self.terminal.reject(running, Code.deadline_exceeded, message)
             return
         if request.trace is not None and wanted(request.trace):
-            running.stamp_times = {"received_ns": time.time_ns()}
+            running.stamp_times = {"received_ns": steady_ns()}
         self.requests.running[request.id] = running
         running.progress_signalled = time.monotonic()
         if running.alone:

@@ -196,6 +196,17 @@ async def test_what_was_handed_off_is_freed_without_a_garbage_collection(log: Lo
         gc.enable()
 
 
+async def test_a_record_has_the_brokers_times_where_two_workers_clocks_differ(log: LogClient, pair: Pair) -> None:
+    ahead_s = (40, 20)
+    for worker, seconds in zip((pair.prefill, pair.decode), ahead_s, strict=True):
+        worker.bus.clock.offset_ns = seconds * 10**9
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    times, sent = (await log.end(asked)).timings, await handed(log, asked)
+    assert (times.started_ns, times.first_token_ns) == (sent.started_ns, sent.first_token_ns)
+    assert 10 < (times.started_ns - time.time_ns()) / 1e9 < 40
+
+
 async def test_each_stage_of_a_traced_request_leaves_its_own_stamps(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT, trace=Trace())
     await send_jobs(log, pair, asked)

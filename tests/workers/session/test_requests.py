@@ -199,8 +199,8 @@ def test_times_are_the_brokers_where_the_workers_clock_differs() -> None:
     assert (event.timings.started_ns, event.timings.first_token_ns, event.timings.ended_ns) == (116, 0, 118)
     assert event.stamps is not None
     assert event.stamps.received_ns == 115
-    state.prefilled = True  # by another worker, which sent the broker's times
-    assert state.times(100) == (16, 0)
+    state.prefilled = True  # by another worker, which had not begun: it was announced
+    assert state.times(100) == (116, 0)
 
 
 def test_a_cancelled_request_keeps_what_it_had_generated() -> None:
