@@ -298,12 +298,13 @@ Handler = Callable[[Frame], None]
 
 # A new login may succeed: this one was late because the link stalled, the credentials' file has been replaced since, or
 # the server's configuration is repaired. nats-py would close the connection for good.
-_NEW_LOGIN = ("authentication timeout", "authorization violation", "authentication expired", "authentication revoked")
+_LATE = "authentication timeout"
+_REFUSED = ("authorization violation", "authentication expired", "authentication revoked")
 
 
-def asks_for_login(text: str) -> bool:
+def refuses_login(text: str) -> bool:
     """Whether an error of the server means that it does not accept this client's login, now or any more."""
-    return any(each in text.lower() for each in _NEW_LOGIN)
+    return any(each in text.lower() for each in _REFUSED)
 
 
 class BusClient(Client):  # type: ignore[misc]  # untyped
@@ -396,7 +397,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         await super()._close(status, do_cbs)
 
     async def _process_err(self, err_msg: str) -> None:
-        if not asks_for_login(err_msg):
+        if not refuses_login(err_msg) and _LATE not in err_msg.lower():
             await super()._process_err(err_msg)
             return
         error = Error(f"nats: {err_msg.strip()}")

@@ -1,7 +1,7 @@
 """The connection to the broker: reconnects without limit and runs hooks after each reconnect.
 
-nats-py closes a connection for good on some server errors (such as a password that was changed by a reload), whatever
-the reconnect settings. The process would never receive a message again, so it exits and its supervisor restarts it.
+nats-py closes a connection for good on some server errors, whatever the reconnect settings. The process would never
+receive a message again, so it exits and its supervisor restarts it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 from nats.errors import SlowConsumerError, UnexpectedEOF
 from nats.js import JetStreamContext
 
-from penstock.infra.bus.client import BusClient, asks_for_login
+from penstock.infra.bus.client import BusClient, refuses_login
 from penstock.infra.bus.clock import BrokerClock
 from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
 from penstock.infra.bus.tasks import Failed, Tasks
@@ -181,7 +181,7 @@ class Bus:
         if isinstance(error, SlowConsumerError) and self._opened:
             self.recover_soon()
         note_refusal(error, self.on_refused)
-        if asks_for_login(text) and self._opened and not self.closing:
+        if refuses_login(text) and self._opened and not self.closing:
             self._refused_since = now if self._refused_since is None else self._refused_since
             if now - self._refused_since >= LOGIN_S:
                 self._end(f"the broker refuses the login: {why_unreachable(error)}")
@@ -399,12 +399,14 @@ async def connect(
     wait_s = max(timeout, wait_s)
     opening = asyncio.ensure_future(link.bus.nc.connect_within(wait_s, link.urls, **link.options))
     try:
-        await asyncio.wait([opening], timeout=timeout)
-        if not opening.done() and wait_s > timeout:
+        awaited = False
+        while not (await asyncio.wait([opening], timeout=timeout))[0] and wait_s > timeout:
             failed = link.failed(TimeoutError(), timeout)
-            if isinstance(link.bus.last_error, ssl.SSLError) or asks_for_login(repr(link.bus.last_error)):
-                raise failed
-            log.warning("broker_awaited", why=str(failed), wait_s=wait_s)
+            if isinstance(link.bus.last_error, ssl.SSLError) or refuses_login(repr(link.bus.last_error)):
+                raise failed  # also if the broker came late
+            if not awaited:
+                log.warning("broker_awaited", why=str(failed), wait_s=wait_s)
+            awaited = True
         await opening
     except ServingError:
         raise

@@ -6,6 +6,7 @@ import pytest
 import structlog.testing
 from nats.errors import Error as NatsError
 
+from penstock.infra.bus import connection
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import connect
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -52,8 +53,9 @@ async def test_the_wait_for_a_broker_ends_although_its_connect_loses_the_cancell
         await ended.wait()  # and no attempt goes on
 
 
-async def test_a_login_that_comes_too_late_over_a_stalled_link_is_repeated() -> None:
+async def test_a_login_that_comes_too_late_over_a_stalled_link_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """nats-py closed the connection for good, and the process ended: a gateway, for the stalled link to one cell."""
+    monkeypatch.setattr(connection, "LOGIN_S", 0.0)  # of logins that are refused
     answers = iter((b"PONG\r\n", b"PING\r\n-ERR 'Authentication Timeout'\r\n", b"PONG\r\n"))
     links: list[asyncio.StreamWriter] = []
 

@@ -141,6 +141,13 @@ async def test_a_broker_that_comes_late_is_waited_for_and_one_that_refuses_the_l
             assert bus.connected
         with pytest.raises(ServingError, match="Authorization Violation"):
             await connect(url.replace("right", "wrong"), role="operator", name="x", timeout=1, wait_s=600)
+    with structlog.testing.capture_logs() as logged:
+        wrong = connect(url.replace("right", "wrong"), role="operator", name="x", timeout=0.5, wait_s=600)
+        opening = asyncio.create_task(wrong)
+        await eventually(lambda: any(each["event"] == "broker_awaited" for each in logged))
+    async with served(tmp_path, port, 'authorization { user: w, password: "right" }\n'), asyncio.timeout(20):
+        with pytest.raises(ServingError, match="Authorization Violation"):
+            await opening
 
 
 @needs_openssl
