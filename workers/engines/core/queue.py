@@ -480,8 +480,14 @@ class Queue:
 
     # -- who is next -----------------------------------------------------------------------------------------
 
-    def next(self, running: Seq[Sequence]) -> AdmittedSequence | None:
-        """Take the next sequence out of the queue; None: none can start."""
+    def next(self, running: Seq[Sequence], *, reserved: bool = False) -> AdmittedSequence | None:
+        """Take the next sequence out of the queue; None: none can start.
+
+        Args:
+            reserved: only one that has a reservation.
+        """
+        if reserved:
+            return self._admit_reserved(None, running) if self.reserved else None
         head = self._head()
         if _reads(head):
             return self._pass_reading(running)
@@ -535,7 +541,7 @@ class Queue:
                 return admission
         return None
 
-    def _admit_reserved(self, head: Sequence, running: Seq[Sequence]) -> AdmittedSequence | None:
+    def _admit_reserved(self, head: Sequence | None, running: Seq[Sequence]) -> AdmittedSequence | None:
         for sequence in self.waiting.values():
             if sequence.reservation is not None and sequence is not head:
                 admission = self._try_admit(sequence, running)

@@ -297,9 +297,12 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, plan: list[ScheduledSequence], budget: int) -> None:
-        """Admit waiting sequences while there are tokens, slots and blocks for them."""
+        """Admit waiting sequences while there are tokens, slots and blocks for them.
+
+        Without tokens for a chunk, only those with a reservation: the others would hold blocks and not be computed.
+        """
         while self.queue and budget and len(self.running) < self._max_running and not self._enough(plan, budget):
-            admission = self.queue.next(self.running.sequences)
+            admission = self.queue.next(self.running.sequences, reserved=not self._chunk_tokens)
             if admission is None:  # until a running sequence or a handoff ends
                 return
             sequence, cached, named = admission

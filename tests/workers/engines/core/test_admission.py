@@ -60,9 +60,26 @@ def test_a_prompt_from_another_worker_waits_for_no_chunk_of_those_that_are_compu
     assert bench.shape == [
         ("runs", 10, 1, True),
         (2, 8, 1, True),
-        (3, 0, 4, False),
         ("handed", 10, 1, True),
+        (3, 0, 4, False),
     ]
+    bench.finish()
+    check_pool(bench.blocks, [])
+
+
+def test_prompts_that_no_step_has_tokens_for_hold_no_blocks() -> None:
+    """Otherwise handoffs would find none free, and tenants that come later would wait for all of them."""
+    bench = Bench(total_blocks=20, max_batched_tokens=32, mixed_chunk_tokens=4)
+    bench.scheduler.submit(request("runs", prompt(1, 8), max_tokens=12, root=ROOT))
+    bench.step()
+    for number in range(2, 7):
+        bench.scheduler.submit(request(number, prompt(number, 9), root=ROOT))
+    bench.step()
+    assert bench.shape == [("runs", 8, 1, True), (2, 0, 4, False)]
+    assert len(bench.scheduler.running) == 2
+    adopt(bench, "handed", prompt(7, 16), reserved(bench, prompt(7, 16)))
+    bench.step()
+    assert bench.shape == [("runs", 9, 1, True), (2, 4, 4, False), ("handed", 16, 1, True)]
     bench.finish()
     check_pool(bench.blocks, [])
 
