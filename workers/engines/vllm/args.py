@@ -161,7 +161,8 @@ def defaults(wanted: VllmSettings) -> Tree:
         "disable_log_stats": not worker.publish_events_and_metrics,
     }
     if worker.role == "decode":  # of each prompt in a step, so that answers beside it wait less
-        tree["long_prefill_token_threshold"] = DECODE_ROLE_CHUNK_TOKENS
+        # Models with Mamba layers compute whole blocks, which may be larger.
+        tree["long_prefill_token_threshold"] = max(DECODE_ROLE_CHUNK_TOKENS, worker.block_size)
     if worker.kv_blocks:
         tree["num_gpu_blocks_override"] = worker.kv_blocks + 1  # one is vLLM's null block
     if worker.dtype != "auto":

@@ -155,6 +155,7 @@ def test_ours_are_laid_under_the_user_s_at_every_depth() -> None:
 def test_a_decode_worker_computes_long_prompts_in_chunks_beside_its_answers() -> None:
     assert resolved(role="decode").tree["long_prefill_token_threshold"] == 1024
     assert resolved({"long_prefill_token_threshold": 256}, role="decode").tree["long_prefill_token_threshold"] == 256
+    assert resolved(role="decode", block_size=4128).tree["long_prefill_token_threshold"] == 4128
     for role in ("aggregated", "prefill"):
         assert "long_prefill_token_threshold" not in resolved(role=role).tree
 
