@@ -339,25 +339,37 @@ class Recovery:
             if request_id in unread:
                 log.warning("resumption_postponed", request=request_id, error=unread[request_id])
                 continue
-            following = _next_attempt(before, jobs.JOB_LOST if lost else pending.reason, pending.since_ns)
-            following.attempt, following.reply = max(0, before.attempt) + 1, pending.reply
-            self.resuming.pop(request_id, None)
-            if lost and len(following.finished) == pending.request.n:
+            if lost and all(part.finish is not None for part in before.progress):
+                self.resuming.pop(request_id, None)
                 self._terminal.complete(before)
                 continue
-            if lost:
-                await self._revoke_everywhere(before)
+            try:
+                if lost:
+                    await self._revoke_everywhere(before)
+            except (NatsError, OSError, TimeoutError) as error:
+                log.warning("resumption_postponed", request=request_id, error=str(error) or repr(error))
+                continue
+            following = _next_attempt(before, jobs.JOB_LOST if lost else pending.reason, pending.since_ns)
+            following.attempt, following.reply = max(0, before.attempt) + 1, pending.reply
+            self.resuming.pop(request_id, None)  # from here on ``place`` recognises a further delivery
             await self._place(following)
             await self._time_slice.yield_if_spent()
 
     async def _revoke_everywhere(self, attempt: InterruptedAttempt) -> None:
         """Stop a worker that may still run an attempt without a job: its end would end the request.
 
-        The one that streamed its tokens, or, without tokens, each worker of the model.
+        The one that streamed its tokens; without any, or if a prefill worker did, which has handed the job on, each
+        worker of the model and of its fallbacks.
         """
-        assert attempt.request is not None
-        serving = self._cluster.tracker.serving(attempt.request.model)
-        for worker in [attempt.worker] if attempt.worker else [each.worker for each in serving]:
+        request, tracker = attempt.request, self._cluster.tracker
+        assert request is not None
+        streamed_by = tracker.worker(attempt.worker)
+        if streamed_by is not None and streamed_by.role != "prefill":
+            workers = {attempt.worker}
+        else:
+            models = {request.model, *(each.model for each in request.fallbacks)}
+            workers = {each.worker for model in models for each in tracker.serving(model)}
+        for worker in sorted(workers):
             await self._revoke(worker, attempt.request_id, attempt.attempt)
 
     async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:

@@ -39,7 +39,7 @@ from penstock.schemas.token_dedup import replay
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually, opened
 from tests.infra.nats_server.support import lose_end
-from tests.router.support import Clients, Routing, Stub, routing
+from tests.router.support import MODEL, Clients, Routing, Stub, routing
 from tests.workers.support import (
     DRAWN,
     GATEWAY,
@@ -823,25 +823,30 @@ async def test_a_streaming_request_whose_records_and_worker_are_lost_continues_o
         assert len(await clients.work()) == bool(left)
 
 
-@pytest.mark.parametrize("streamed", [0, 1])
+@pytest.mark.parametrize("streamed_by", ["", "w1", "prefill"])
 async def test_a_worker_that_still_has_the_first_attempt_does_not_mix_its_answer_into_the_second(
-    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, one: Routing, streamed: int
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, one: Routing, streamed_by: str
 ) -> None:
     """Request and job are lost, and a router that knows neither reads the request again.
 
-    Tokens name the worker. Without any, each of the model may have the job.
+    Tokens name the worker. Without any, each of the model or of a fallback may have the job, as each decode worker may
+    have that of a prefill worker.
     """
-    asked = request(max_tokens=20, id=new_request_id())
-    stub, *_ = [await clients.stub("w1"), await clients.stub("w2"), await clients.stub("w3", model="another")]
-    await one.knows("w1", "w2", "w3")
+    asked, streamed = request(max_tokens=20, id=new_request_id(), fallbacks=(Fallback("other"),)), bool(streamed_by)
+    models = {"w1": MODEL, "w2": MODEL, "w3": "other", "w4": "another"}
+    for name, model in models.items():
+        await clients.stub(name, model=model)
+    await clients.stub("prefill", role="prefill")
+    await one.knows(*models, "prefill")
     if streamed:
         item = TokenItem(asked.id, 1, 0, 0, wire.pack_tokens([6]), None)
-        await clients.bus.js.publish(pipeline.tokens(GATEWAY), wire.encode(TokenBatch(stub.id, 0, 0, (item,))))
+        await clients.bus.js.publish(pipeline.tokens(GATEWAY), wire.encode(TokenBatch(streamed_by, 0, 0, (item,))))
     await clients.ask(msgspec.structs.replace(asked, interrupted_attempt=1))
     _, job = await clients.placed(asked, 2)
     assert [ids(part) for part in job.resume] == [[6] * streamed]
     revoke = jobs.Revoke(asked.id, 1)
-    assert await clients.revoked() == [(name, revoke) for name in (["w1"] if streamed else ["w1", "w2"])]
+    names = ["w1"] if streamed_by == "w1" else ["prefill", "w1", "w2", "w3"]
+    assert await clients.revoked() == [(name, revoke) for name in names]
     late = TokenItem(asked.id, 1, 0, streamed, wire.pack_tokens([7]), None)
     new = TokenItem(asked.id, 2, 0, streamed, wire.pack_tokens([8]), None)
     stored = [
