@@ -11,7 +11,7 @@ acknowledgement floor and the last delivered one is rejected, without reading an
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -136,6 +136,7 @@ class Intake:
         space: further requests of a class that may be read from the log.
         owners_changed: called at once when this router owns more models, or fewer.
         taken_over: called after another router was lost, whose models this one may own now.
+        resuming: requests that are neither placed nor held yet (``Recovery.resuming``).
         lost_leases: of workers, for operators.
     """
 
@@ -151,6 +152,7 @@ class Intake:
         space: Callable[[Priority], int],
         owners_changed: Callable[[], None],
         taken_over: Callable[[], None],
+        resuming: Callable[[], Iterable[PendingRequest]],
         lost_leases: Callable[[], tuple[LostLeases, ...]] = lambda: (),
     ) -> None:
         self._bus = bus
@@ -162,6 +164,7 @@ class Intake:
         self._space = space
         self._owners_changed = owners_changed
         self._taken_over = taken_over
+        self._resuming = resuming
         self._stream = bus.subjects.stream("REQUESTS")
         self._names: Mapping[str, str] = {}
         self._version = -1
@@ -199,7 +202,7 @@ class Intake:
         start = 0
         if last and is_of(last, stream):
             start = sequence(last) + 1
-        for pending in self._held:
+        for pending in (*self._held, *self._resuming()):
             if pending.reply and not is_of(pending.reply, stream):
                 pending.reply = ""
             elif pending.reply:

@@ -169,6 +169,7 @@ class Router:
             space=self._space,
             owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
+            resuming=lambda: self.recovery.resuming.values(),
             lost_leases=lambda: self.cluster.losses.recent(self._bus.clock.now_ns()),
         )
 

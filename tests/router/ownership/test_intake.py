@@ -5,7 +5,9 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.infra.bus.puller import config_of, pull_request
@@ -15,6 +17,9 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.doctor import fleet
 from penstock.operate.doctor.finding import CheckResult, CheckStatus
 from penstock.operate.doctor.fleet import check_fleet
+from penstock.router.recovery import recovery
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import new_request_id
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
@@ -147,3 +152,27 @@ async def test_a_consumer_that_was_made_again_behind_what_was_placed_stays(
     await clients.placed(later)
     assert await apply(clients.bus.nc, topology(pipeline)) == []
     assert (await clients.bus.js.consumer_info(stream, "router-standard")).config.opt_start_seq == 4
+
+
+async def test_a_consumer_is_made_again_from_a_request_on_that_is_being_resumed(
+    clients: Clients, pipeline: Subjects, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If its output cannot be read, it is delivered again."""
+    reads, failures = recovery._read_progress, iter((True,))
+
+    async def fails_once(*args: Any) -> dict[str, str]:
+        if next(failures, False):
+            raise ServingError(Code.broker_unavailable, "not yet")
+        return await reads(*args)
+
+    monkeypatch.setattr(recovery, "_read_progress", fails_once)
+    await clients.stub()
+    asked, later = request(id=new_request_id()), request()
+    async with one.router.recovery._resume_turn:
+        await clients.ask(msgspec.structs.replace(asked, interrupted_attempt=1))
+        await eventually(lambda: asked.id in one.router.recovery.resuming)
+        await clients.bus.js.delete_consumer(pipeline.stream("REQUESTS"), "router-standard")
+        await clients.ask(later)
+        await clients.placed(later)
+    await clients.placed(asked, 2)
+    await clients.acknowledged(2)
