@@ -5,12 +5,13 @@ has structures and triggers, the newer one a format that is a tree:
 https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_format.html
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.gateway.grammars.calls import CallGrammar, Tool
 from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWriter, escaped
-from penstock.infra.constraints.constraint_grammar import quoted
+from penstock.infra.constraints.lark_expression import slashed
 from penstock.infra.text.parsers.families import Thoughts
 
 LAYOUT = r"/\n{0,2}/"  # between reasoning and what follows
@@ -111,6 +112,7 @@ def _harmony(writer: GrammarWriter, content: str | None, calls: CallRules | None
 
 
 MOST_PARTS = 512
+_UNSEEN = ("json_schema", "plus", "regex", "repeat", "tags_with_separator")  # what begins with no certain text
 
 
 class BadTag(ValueError):
@@ -133,13 +135,13 @@ class _Tags:
         self._left = MOST_PARTS
         self._kinds: dict[str, Callable[[dict[str, Any]], str]] = {
             "any_text": lambda part: self._rule(self._writer.text_without(*_texts(part, "excludes"))),
-            "const_string": lambda part: quoted(_text(part, "value")),
+            "const_string": lambda part: writer.literal(_text(part, "value")) or '""',
             "grammar": self._grammar,
             "json_schema": self._schema,
             "optional": lambda part: f"({self._part(part.get('content'))})?",
             "or": self._or,
             "plus": lambda part: f"({self._part(part.get('content'))})+",
-            "regex": lambda part: self._rule(_slashed(_text(part, "pattern"))),
+            "regex": lambda part: self._rule(f"/{slashed(_text(part, 'pattern'))}/"),
             "repeat": self._repeat,
             "sequence": self._sequence,
             "star": lambda part: f"({self._part(part.get('content'))})*",
@@ -161,10 +163,13 @@ class _Tags:
     def _rule(self, body: str) -> str:
         return self._writer.rule(body)
 
-    def _part(self, part: Any) -> str:
+    def _count(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise BadTag(f"it has more than {MOST_PARTS} parts")
+            raise BadTag(f"it has more than {MOST_PARTS} parts, each counted once for each end that may follow it")
+
+    def _part(self, part: Any) -> str:
+        self._count()
         if not isinstance(part, dict):
             raise BadTag("each part must be an object with a type")
         kind = part.get("type")
@@ -184,7 +189,8 @@ class _Tags:
         least, most = _get(part, "min", int), _get(part, "max", int)
         if not 0 <= least <= MOST_PARTS or (most != -1 and not least <= most <= MOST_PARTS):
             raise BadTag(f"min and max must be from 0 to {MOST_PARTS}, min at most max; max: -1 is no limit")
-        return f"({self._part(part.get('content'))}){{{least},{'' if most == -1 else most}}}"
+        content = self._part(part.get("content"))
+        return f"({content}){{{least},{'' if most == -1 else most}}}" if most else '""'
 
     def _tag(self, part: dict[str, Any], content: Any, cut: str = "") -> str:
         """``begin``, without what ``cut`` is of it, to ``end``."""
@@ -200,24 +206,48 @@ class _Tags:
     def _before(self, part: Any, end: str) -> str:
         """A part and the text behind it, at which free text in the part ends."""
         kind = part.get("type") if end and isinstance(part, dict) else ""
+        if kind not in ("any_text", "optional", "or", "sequence", "triggered_tags"):
+            return f"{self._part(part)} {self._writer.literal(end)}"
+        self._count()
         if kind == "any_text":
             return self._writer.text_until(end, excludes=_texts(part, "excludes"))
-        if kind in ("or", "sequence", "triggered_tags"):
-            return {"or": self._or, "sequence": self._sequence, "triggered_tags": self._triggered}[kind](part, end)
-        return f"{self._part(part)} {self._writer.literal(end)}"
+        if kind == "optional":
+            return self._rule(f"({self._before(part.get('content'), end)} | {self._writer.literal(end)})")
+        return {"or": self._or, "sequence": self._sequence, "triggered_tags": self._triggered}[kind](part, end)
 
     def _or(self, part: dict[str, Any], end: str = "") -> str:
         return self._rule(" | ".join(f"({self._before(each, end)})" for each in _list(part, "elements")))
 
     def _sequence(self, part: dict[str, Any], end: str = "") -> str:
-        elements, made = [*_list(part, "elements")], list[str]()
+        elements, made = deque(_list(part, "elements")), list[str]()
         while elements:
-            first, following = elements.pop(0), elements[0] if elements else None
-            if isinstance(following, dict) and following.get("type") == "const_string":
-                made.append(self._before(first, _text(following, "value")))
-                elements.pop(0)
+            first = elements.popleft()
+            following: Any = elements[0] if elements and isinstance(elements[0], dict) else {}
+            kind = following.get("type")
+            free = isinstance(first, dict) and first.get("type") in ("any_text", "triggered_tags")
+            if free and kind in ("optional", "or"):  # the text ends where one of them begins
+                elements.popleft()
+                choices = [[each] for each in _list(following, "elements")] if kind == "or" else []
+                choices = choices or [[following.get("content")], []]
+                ways = [self._sequence({"elements": [first, *each, *elements]}, end) for each in choices]
+                made.append(f"({' | '.join(ways)})")
+                break
+            if kind == "sequence":
+                self._count()
+                elements.popleft()
+                elements.extendleft([*reversed(_list(following, "elements")), first])
+            elif kind == "const_string" or (kind == "tag" and _text(following, "begin")):
+                elements.popleft()
+                text = _text(following, "value" if kind == "const_string" else "begin")
+                made.append(self._before(first, text))
+                if kind == "tag":
+                    made.append(self._rule(self._tag(following, following.get("content"), text)))
                 if not elements:
                     made.append(self._writer.literal(end))
+            elif free and kind in _UNSEEN:
+                raise CannotExpress(
+                    f"{kind} does not show where {first['type']} ends; put a const_string or a tag between them"
+                )
             else:
                 made.append(self._before(first, "" if elements else end))
         return self._rule(" ".join(made))
@@ -225,7 +255,7 @@ class _Tags:
     def _separated(self, part: dict[str, Any]) -> str:
         tags = [self._rule(self._tag(each, each.get("content"))) for each in _objects(part, "tags")]
         one = self._rule(" | ".join(tags))
-        separator = quoted(_text(part, "separator"))
+        separator = self._writer.literal(_text(part, "separator"))
         many = one if part.get("stop_after_first") else f"{one} ({separator} {one})*"
         return self._rule(many if part.get("at_least_one") else f"({many})?")
 
@@ -254,15 +284,14 @@ class _Tags:
             first = self._rule(" | ".join(f"({self._tag(each, each.get('content'))})" for each in tags))
         tail = self._writer.text_until(end, excludes=[*triggers, *excludes]) if end else ""
         tail = tail or self._writer.text_without(*triggers, *excludes)
+        for trigger in triggers:
+            if end.startswith(trigger) and end != trigger and not self._writer.spelled(end)[1]:
+                text = self._writer.text_until(trigger, excludes=excludes)
+                tail = f"({tail} | {text} {self._writer.literal(end[len(trigger) :])})"
         if part.get("stop_after_first"):
             closing = self._writer.literal(end)
             return self._rule(f"{first} {closing}" if first else f"({one} {closing} | {tail})")
         return self._rule(f"{first} {one}* {tail}")
-
-
-def _slashed(pattern: str) -> str:
-    escaped = pattern.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
-    return f"/{escaped}/"
 
 
 def _get(part: dict[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
@@ -281,6 +310,8 @@ def _list(part: dict[str, Any], name: str) -> Sequence[Any]:
     value: list[Any] = _get(part, name, list)
     if not value:
         raise BadTag(f"{name} is empty")
+    if len(value) > MOST_PARTS:
+        raise BadTag(f"{name} has {len(value)} parts; the limit is {MOST_PARTS}")
     return value
 
 

@@ -14,6 +14,7 @@ from penstock.infra.constraints.llguidance_releases import WHITESPACE
 from penstock.infra.constraints.schema_rewriting import rewritten
 
 ANY_TEXT = r"(.|\n)*"
+MAX_BYTES = 196_608  # of a constraint's text
 _MALFORMED = (TypeError, ValueError, AttributeError, KeyError, RecursionError)  # what a schema of another form raises
 _REGEX_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/\-]")
 
@@ -22,16 +23,23 @@ class CannotExpress(ValueError):
     """The model's own format cannot keep what is asked; the text says which part."""
 
 
+class LargeGrammar(ValueError):
+    """The grammar has more than ``MAX_BYTES``."""
+
+
 class GrammarWriter:
     """
     Args:
         token_id: id of a mark (``<tool_call>``) that is a single token; None: it is spelled as text.
         marks: of the formats in use.
+    Raises:
+        LargeGrammar: of each method that adds to the grammar.
     """
 
     def __init__(self, token_id: Callable[[str], int | None], marks: Sequence[str] = ()) -> None:
         self._token_id = token_id
         self._rules: list[str] = []
+        self._size = 0
         longest_first = sorted(marks, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, longest_first))) if marks else None
 
@@ -52,20 +60,22 @@ class GrammarWriter:
 
     def rule(self, body: str, *, options: str = "") -> str:
         """Add a rule; returns its name."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
+        return self._add("r", lambda name: f"{name}{options}: {body}")
 
     def recursive(self, body: Callable[[str], str]) -> str:
         """Add a rule that refers to itself; ``body`` is made from its name. Returns the name."""
-        name = f"n{len(self._rules)}"
-        self._rules.append(f"{name}: {body(name)}")
-        return name
+        return self._add("n", lambda name: f"{name}: {body(name)}")
 
     def terminal(self, pattern: str) -> str:
         """Add a terminal, from texts and expressions between slashes, joined by |, & and ~; returns its name."""
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {pattern}")
+        return self._add("T", lambda name: f"{name}: {pattern}")
+
+    def _add(self, kind: str, rule: Callable[[str], str]) -> str:
+        name = f"{kind}{len(self._rules)}"
+        self._rules.append(rule(name))
+        self._size += len(self._rules[-1])
+        if self._size > MAX_BYTES:
+            raise LargeGrammar(f"it takes more than {MAX_BYTES} bytes as a grammar, which is the limit")
         return name
 
     def json(self, schema: Any, *, lenient: bool = False, **options: Any) -> str:

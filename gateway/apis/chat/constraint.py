@@ -1,6 +1,5 @@
 """From a body's options to the constraint on its output: response_format, structured_outputs, guided_*. Pure."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +9,9 @@ from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionR
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, unsupported
 from penstock.gateway.grammars.answers import BadTag, CallRules, Reasoning, write_answer, write_tags
 from penstock.gateway.grammars.calls import Tool, call_grammar
-from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.gateway.grammars.writer import MAX_BYTES, CannotExpress, GrammarWriter, LargeGrammar
 from penstock.infra.constraints.constraint_grammar import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX, around, quoted
+from penstock.infra.constraints.lark_expression import slashed
 from penstock.infra.constraints.schema_rewriting import texts_of
 from penstock.infra.text.parsers.families import TABLE
 from penstock.infra.text.parsers.registry import format_tokens
@@ -21,8 +21,6 @@ from penstock.schemas.requests import CONSTRAINT, CONSTRAINT_LARK, CONSTRAINT_SP
 STRUCTURAL_TAG = "structural_tag"  # a kind that becomes a grammar here, and never leaves the gateway
 
 Asked = tuple[str, Constraint]  # a constraint, and the field that asks for it
-
-_SLASH = re.compile(r"(\\.)|/|\n", re.S)
 
 
 def whole_answer(
@@ -70,7 +68,7 @@ def whole_answer(
     try:
         text = _written(asked, choice if with_calls else None, reasoning, parsing, context)
         return field, text, choice.tools if with_calls else ()
-    except BadTag as error:
+    except (BadTag, LargeGrammar) as error:
         raise invalid(field, f"{field}: {error}") from None
     except CannotExpress as error:
         raise unsupported("tools" if with_calls else field, str(error)) from None
@@ -102,7 +100,7 @@ def tags_alone(constraint: Constraint, field: str, context: PrepareContext) -> C
     writer = GrammarWriter(context.model.added_tokens.get, list(context.model.added_tokens))
     try:
         return Constraint(LARK, writer.text(write_tags(writer, msgspec.json.decode(constraint.text))))
-    except BadTag as error:
+    except (BadTag, LargeGrammar) as error:
         raise invalid(field, f"{field}: {error}") from None
     except CannotExpress as error:
         raise unsupported(field, f"{field}: {error}") from None
@@ -169,11 +167,9 @@ def _content_rule(writer: GrammarWriter, constraint: Constraint) -> str:
         return writer.terminal(" | ".join(map(quoted, msgspec.json.decode(text))))
     if kind == GRAMMAR:
         return "@answer"
-    pattern = _SLASH.sub(lambda found: found[1] or {"/": r"\/", "\n": r"\n"}[found[0]], text)
-    return writer.rule(f"/{pattern}/")
+    return writer.rule(f"/{slashed(text)}/")
 
 
-MAX_BYTES = 196_608  # of a constraint's text
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 4_096
 
@@ -350,6 +346,8 @@ def _structural_tag(field: str, tag: dict[str, Any] | str) -> Constraint:
     text = _json(field, tag).text
     if text in ("true", "false"):
         raise invalid(field, f"{field} must be an object")
+    if len(text) > MAX_BYTES:
+        raise invalid(field, f"{field} has {len(text)} characters; the limit is {MAX_BYTES}")
     return Constraint(STRUCTURAL_TAG, text)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.grammars.answers import MOST_PARTS, BadTag, write_tags
-from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.gateway.grammars.writer import MAX_BYTES, CannotExpress, GrammarWriter, LargeGrammar
 from penstock.infra.constraints.constraint_grammar import LARK
 from penstock.schemas.requests import Constraint, Stop
 from tests.gateway.grammars.test_calls import COMPILER, MODEL
@@ -54,11 +54,29 @@ def tags(kind: str, **more: Any) -> dict[str, Any]:
     return {"format": {"type": kind, "tags": listed, **more}}
 
 
-def within(content: dict[str, Any], end: str = "</a>") -> dict[str, Any]:
+def within(content: dict[str, Any], end: Any = "</a>") -> dict[str, Any]:
     return {"format": {"type": "tag", "begin": "<a>", "content": content, "end": end}}
 
 
 DIGITS = {"type": "const_string", "value": "1"}
+TEXT = {"type": "any_text"}
+ONE = tags("tag")["format"]["tags"][0] | {"type": "tag"}
+OTHER = {"type": "tag", "begin": "<m>", "content": TEXT, "end": "</m>"}
+MARK = {"type": "const_string", "value": "<tool_call>"}
+
+
+def then(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"format": {"type": "sequence", "elements": [*elements]}}
+
+
+def either(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "or", "elements": [*elements]}
+
+
+def maybe(content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "optional", "content": content}
+
+
 WORDS = {
     "type": "sequence",
     "elements": [{"type": "const_string", "value": "A"}, {"type": "any_text", "excludes": ["<b>"]}],
@@ -120,6 +138,25 @@ SEQUENCE = {
         ({"format": {"type": "repeat", "min": 2, "max": -1, "content": DIGITS}}, "111", True),
         ({"format": {"type": "repeat", "min": 2, "max": -1, "content": DIGITS}}, "1", False),
         (tags("triggered_tags", triggers=["<n"], stop_after_first=True), "text <n>1</n> text", False),
+        (then(TEXT, ONE), "text <n>1</n>", True),
+        (then(TEXT, ONE), "text <n>x", False),
+        (then(TEXT, ONE, DIGITS), "text <n>1</n>1", True),
+        (within(then(TEXT, ONE)["format"]), "<a>text <n>1</n></a>", True),
+        (then(TEXT, either(ONE, OTHER)), "text <m>1</m>", True),
+        (then(TEXT, either(ONE, OTHER)), "text <n>x", False),
+        (then(TEXT, maybe(ONE), DIGITS), "text 1", True),
+        (then(TEXT, maybe(ONE), DIGITS), "text <n>1</n>1", True),
+        (then(TEXT, maybe(ONE), DIGITS), "text <n>1</n>", False),
+        (then(TEXT, then(ONE, TEXT)["format"], DIGITS), "text <n>1</n> 1", True),
+        (within(maybe(TEXT)), "<a>x</a>", True),
+        (within(maybe(TEXT)), "<a>x</a>y</a>", False),
+        (within(tags("triggered_tags", triggers=["<"])["format"]), "<a>x <n>1</n> y</a>", True),
+        (within(tags("triggered_tags", triggers=["<"])["format"]), "<a>x <m></a>", False),
+        ({"format": MARK}, "<tool_call>", True),
+        (then(MARK, DIGITS), "<tool_call>1", True),
+        (tags("tags_with_separator", separator="<tool_call>"), "<n>1</n><tool_call><n>2</n>", True),
+        ({"format": {"type": "repeat", "min": 0, "max": 0, "content": DIGITS}}, "", True),
+        ({"format": {"type": "regex", "pattern": r"a\\/b\/"}}, r"a\/b/", True),
     ],
 )
 def test_formats_are_trees(tag: dict[str, Any], text: str, allowed: bool) -> None:
@@ -145,6 +182,28 @@ def test_formats_are_trees(tag: dict[str, Any], text: str, allowed: bool) -> Non
 def test_a_tag_of_another_form_is_refused(tag: dict[str, Any], says: str) -> None:
     with pytest.raises(BadTag, match=says):
         write_tags(GrammarWriter(lambda mark: None), tag)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        within(either(*[TEXT] * 100), ["b"] * 100),
+        tags("triggered_tags", triggers=["<n"] * 600),
+        {"format": {"type": "triggered_tags", "triggers": ["<n"] * 100, "tags": [ONE] * 100}},
+        within(TEXT | {"excludes": ["b"] * 500}, ["b"] * 500),
+    ],
+)
+def test_a_small_tag_becomes_no_large_grammar(tag: dict[str, Any]) -> None:
+    writer = GrammarWriter(lambda mark: None)
+    with pytest.raises((BadTag, LargeGrammar), match=f"{MOST_PARTS}|{MAX_BYTES}"):
+        write_tags(writer, tag)
+    assert len(writer.text("")) < 2 * MAX_BYTES
+
+
+def test_text_whose_end_cannot_be_seen_is_refused() -> None:
+    for following in ({"type": "regex", "pattern": "[0-9]+"}, {"type": "json_schema", "json_schema": {}}):
+        with pytest.raises(CannotExpress, match="put a const_string or a tag"):
+            write_tags(GrammarWriter(lambda mark: None), then(TEXT, following))
 
 
 def test_a_kind_that_is_not_supported_is_named() -> None:
