@@ -96,7 +96,7 @@ def expression(grammar: str, steps: Steps | None = None) -> str:
     if len(grammar) > MAX_CHARACTERS:
         raise NotOneExpression(f"it has {len(grammar)} characters; the limit is {MAX_CHARACTERS}")
     read = _Grammar(_parts(grammar), steps or Steps())
-    return read.nested() if read.recursive else read.expression()
+    return read.nested() if read.nests else read.expression()
 
 
 def of_regex(pattern: str) -> str:
@@ -139,8 +139,12 @@ class _Grammar:
         self._depth = self._nest = 0
         self._most = MAX_CHARACTERS
         self._read(parts)
-        self._rules = {name: _repeated(name, rule) for name, rule in self._rules.items()}
+        self._rules = {name: rule if _lexical(name) else _repeated(name, rule) for name, rule in self._rules.items()}
         self.recursive = self._leading_to_themselves()
+        if endless := [name for name in self.recursive if _lexical(name)]:
+            raise BadLark(f"the terminal {min(endless)} refers to itself")
+        used = {part.text for rule in self._ignored for part in rule} | {"start"}
+        self.nests = not self.recursive.isdisjoint(used)
 
     def _leading_to_themselves(self) -> set[str]:
         """Rules that refer to themselves, and those that lead to one."""
@@ -182,15 +186,17 @@ class _Grammar:
         if self._ignored:
             choices = ""
             for each in self._ignored:
-                choices = self._bounded(f"{choices}|{self._alternatives(each, lexical=True)}")
-            self._between = f"(?:{choices[1:]})*"
+                if (ignored := self._alternatives(each, lexical=True)) is not None:
+                    choices = self._bounded(f"{choices}|{ignored}")
+            self._between = f"(?:{choices[1:]})*" if choices else ""
         made = self._named("start", 1)
         if made is None:
             raise BadLark("the rule start has no end: each alternative leads to itself")
         return made
 
-    def _bounded(self, made: str) -> str:
-        if len(made) > self._most:
+    def _bounded(self, made: str, before: int = 0) -> str:
+        """``before``: characters of other alternatives."""
+        if before + len(made) > self._most:
             raise NotOneExpression(f"it takes more than {self._most} characters as a regular expression")
         return made
 
@@ -233,7 +239,7 @@ class _Grammar:
             if self._open.count(name) > self._nest:
                 return None
             self._open.append(name)
-            made = self._alternatives(self._rules[name], lexical=name.lstrip("_")[:1].isupper())
+            made = self._alternatives(self._rules[name], lexical=_lexical(name))
             self._open.pop()
             self._made[key] = None if made is None else f"(?:{made})"
         return self._made[key]
@@ -253,11 +259,14 @@ class _Grammar:
         if self._depth > MAX_DEPTH:
             raise NotOneExpression(f"rules and groups are nested more than {MAX_DEPTH} deep")
         ways: list[str] = []
+        before = 0  # characters of ``ways``
         out: str | None = ""
         while at < len(parts) and parts[at].text not in (")", "]"):
             part = parts[at]
             if part.text == "|":
-                ways += [] if out is None else [out]
+                if out is not None:
+                    ways.append(out)
+                    before += len(out) + 1
                 out = ""
                 at += 1
             elif part.text == "->":
@@ -268,7 +277,7 @@ class _Grammar:
                 atom, at = self._atom(parts, at, lexical=lexical)
                 if out is not None and atom is not None:
                     out += atom  # in place, unlike the sum as an argument
-                    self._bounded(out)
+                    self._bounded(out, before)
                 else:
                     out = None
         self._depth -= 1
@@ -301,7 +310,7 @@ class _Grammar:
             atom = _regex(part)
         elif part.kind == "name":
             atom = self._named(part.text, part.line)
-            single = part.text.lstrip("_")[:1].isupper()
+            single = _lexical(part.text)
         else:
             raise BadLark(f"line {part.line}: {part.text!r} is not expected here")
         if atom is None:
@@ -315,6 +324,11 @@ class _Grammar:
             atom = f"(?:{atom}){_times(parts[at])}"
             at += 1
         return atom, at
+
+
+def _lexical(name: str) -> bool:
+    """It is of a terminal, within which nothing is ignored."""
+    return name.lstrip("_")[:1].isupper()
 
 
 def _ways(parts: list[_Part]) -> Iterator[list[_Part]]:

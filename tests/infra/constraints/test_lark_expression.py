@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -130,6 +131,22 @@ def test_what_a_grammar_that_refers_to_itself_allows_is_matched_up_to_a_depth(gr
     assert len(pattern) <= MAX_NESTED_CHARACTERS
 
 
+def test_rules_that_are_not_used_limit_nothing() -> None:
+    long = "x" * (MAX_NESTED_CHARACTERS + 1)
+    assert expression(f'start: "{long}"\nr: "(" r ")" | "y"') == f"(?:{long})"
+    assert expression('start: "b"\n%ignore r\nr: r "a"') == "(?:b)"  # nothing that is ignored has an end
+
+
+def test_alternatives_are_limited_together() -> None:
+    doubled = "".join(f"a{at}: a{at + 1} a{at + 1}\n" for at in range(13)) + 'a13: "abcd"\n'
+    tracemalloc.start()
+    with pytest.raises(NotOneExpression, match="65536"):
+        expression("start: " + "|".join(['"x" a0'] * 7_000) + "\n" + doubled)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50 << 20  # all of them take 230 MB
+
+
 def test_nested_rules_are_followed_eight_deep_where_the_expression_stays_small() -> None:
     constraint = quoted(expression('start: "(" start ")" | "x"'))
     deep = [accepts(constraint, json.dumps({"input": "(" * depth + "x" + ")" * depth})) for depth in range(12)]
@@ -182,6 +199,7 @@ def test_other_grammars_have_no_expression(grammar: str, words: str) -> None:
         ("start: 'a'", "line 1: \"'a'\" is not Lark"),
         ("start: x", "line 1: x is not defined"),
         ("start: x y\nx: x", "line 1: y is not defined"),
+        ('start: "b"\n%ignore R\nR: R "a"', "the terminal R refers to itself"),
         ('start: ("a"', r"line 1: '\(' is not closed"),
         ('start: "a")', r"line 1: '\)' is not expected here"),
         ('start: "a"\n\nstart: "b"', "line 3: start is defined twice"),
