@@ -255,11 +255,13 @@ def _sizes(schema: Schema) -> None:
     most, closed = schema.get("maxProperties"), schema.get("additionalProperties") is False
     if isinstance(most, int) and most >= len(declared) and closed and "patternProperties" not in schema:
         del schema["maxProperties"]
-    least, optional = schema.get("minProperties"), [name for name in declared if name not in required]
-    if not isinstance(least, int) or not optional:
+    least = schema.get("minProperties")
+    if not isinstance(least, int):
         return
-    more = least - len({*required})
-    if more > len(optional) or (more > 0 and math.comb(len(optional), more) > _MOST_CHOICES):
+    needed = {*required}
+    optional = [name for name in declared if name not in needed]
+    more = least - len(needed)
+    if not optional or more > len(optional) or (more > 0 and math.comb(len(optional), more) > _MOST_CHOICES):
         return
     del schema["minProperties"]
     if more > 0:
