@@ -33,6 +33,7 @@ _ATTRIBUTE = re.compile(r'([\w\-]+)="([^"]*)"')
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.S)
 _WRAPPERS = ("arguments", "input")  # in which models write all arguments as one
 _DEEPEST = 64  # elements within elements; deeper ones could not be written as JSON
+_objects = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # numbers stay as they are written
 _WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
 
 
@@ -50,7 +51,10 @@ class _Markup:
         # Where only the marks of a section are tokens and each call has its own, what looks like a second call is part
         # of the first, for instance of a file that the model writes.
         one = form.each and TOKEN.search(self._close) is not None and TOKEN.search(self._begin) is None
-        self._following = (self._close,) if one else (self._begin, self._close)
+        # What is opened in another way may be closed in that way.
+        closings = (marks.within("</" + each[1:]) for each in form.also if each.endswith(">"))
+        self._closings = (*filter(None, (self._close,)), *closings)
+        self._following = self._closings if one else (self._begin, *self._closings)
         self._call_tag = _Tag(form.call[0], form.name_end, marks, entities=form.entities)
         self._key_tag = _Tag(*form.key, marks, entities=form.entities)
         self._values = _Values(form, marks, (self._key_begin, end, self._close), self._key_tag)
@@ -59,7 +63,7 @@ class _Markup:
         begin, close = self._begin, self._close
         if opener != begin:
             yield from reader.space()
-            if close and (yield from reader.literal(close)):
+            if self._closings and (yield from reader.literal(*self._closings)):
                 raise EmptySection
             if begin and not (yield from reader.literal(begin)):
                 raise MalformedCall
@@ -189,10 +193,10 @@ class _Values:
         self._end = marks.within(form.value_end.strip())
         self._lines = form.value_end.startswith("\n")
         # Models forget to close an argument. It ends before the next one, or before the end of the call: at a mark that
-        # has a token, or begins a line.
+        # has a token, or begins a line and is of no other markup.
         self._unclosed: dict[str, str] = {}
         for each in filter(None, ("" if form.elements else self._key_begin, end)):
-            if TOKEN.search(each) or self._lines:
+            if TOKEN.search(each) or self._lines or form.key[0].endswith("="):
                 self._unclosed[each if TOKEN.search(each) else "\n" + each] = each
         if form.each and close and not end:
             self._unclosed[close] = close
@@ -369,13 +373,13 @@ class _Arguments:
     def unwrap(self, key: str, whole: str, named: Set[str], *, text: bool) -> None:
         """Write an argument; if its value is an object of arguments that are ``named``, these in its place."""
         try:
-            made = msgspec.json.decode(whole.encode())
+            made = _objects(whole.encode())
         except (msgspec.DecodeError, RecursionError):
             made = None
-        if isinstance(made, dict) and made.keys() <= named:
+        if made is not None and made.keys() <= named:
             for name, value in made.items():
                 self.key(name)
-                self._sink.arguments(encode(value).decode())
+                self._sink.arguments(bytes(value).decode())
         else:
             self.key(key)
             self._sink.arguments(encode(whole).decode() if text else _guessed(whole, None))

@@ -23,7 +23,7 @@ _STRING = re.compile(r"(\"\"\"|'''|[\"'])(?:\\.|(?!\1)[^\\])*\1", re.S)
 
 def _one_line(string: re.Match[str]) -> str:
     """A string with its line breaks escaped: models write them as they are."""
-    return re.sub(r"(?<!\\)\n", r"\\n", string[0])
+    return re.sub(r"\\.|\n", lambda found: r"\n" if found[0] == "\n" else found[0], string[0], flags=re.S)
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:

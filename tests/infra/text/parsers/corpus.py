@@ -171,6 +171,8 @@ LLAMA = [
     Case("", "pythonic", "Call [a(x=1)] for it.", "Call [a(x=1)] for it."),
     Case("", "lfm2", "<|tool_call_start|>[run(code='''a\n\\n''', more='b\nc \"\\\nd')]<|tool_call_end|>", None,
          calls=(("run", '{"code":"a\\n\\n","more":"b\\nc \\"d"}'),)),
+    Case("", "lfm2", "<|tool_call_start|>[run(code='a\\\\\nb')]<|tool_call_end|>", None,
+         calls=(("run", '{"code":"a\\\\\\nb"}'),)),
     Case("", "lfm2", "<|tool_call_start|>[label(tags={'a', 'b'})]<|tool_call_end|>", None,
          calls=(("label", '{"tags":["a","b"]}'),)),
 ]  # fmt: skip
@@ -261,7 +263,11 @@ MARKUP = [
     Case("", "mimo", "<tool_call>\n<function=write>\n<parameter=text>\n a\n</parameter>\n<parameter=n>1</parameter>\n"
          "</function>\n</tool_call>", None,
          calls=(("write", '{"text": "\\n a\\n", "n": 1}'),), options={"texts": TEXTS}),
+    Case("", "mimo", "<tool_call>\n<function=write>\n<parameter=text> a\n<parameter=n>1\n</function>\n</tool_call>",
+         None, calls=(("write", '{"text": " a", "n": 1}'),), options={"texts": TEXTS}),
     # a section that was not opened, or was opened wrongly
+    Case("", "deepseek_v4", 'So. <｜DSML｜tool>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool>',
+         "So.", calls=(("now", "{}"),)),
     Case("", "deepseek_v4", '<｜DSML｜toolcalls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
          "</｜DSML｜tool_calls>", None, calls=(("now", "{}"),)),
     Case("", "deepseek_v32", 'So.\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "So.",

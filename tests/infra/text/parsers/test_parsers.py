@@ -192,6 +192,7 @@ DSML = [
     ('arguments" string="false">{"city": "Zürich", "days": 3}', {"city": "Zürich", "days": 3}),
     ('input" string="true">{"days": 3}', {"days": 3}),
     ('input" string="false">{"other": 3}', {"input": {"other": 3}}),
+    ('input" string="false">{"days": 1e999}', {"days": float("inf")}),  # as it is written
     ('input" string="true">{"other', {"input": '{"other'}),
     ('other" string="true">3', {"other": "3"}),
 ]
