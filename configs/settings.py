@@ -349,6 +349,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         str, about("URL under which clients reach this gateway, for links to images; default: the request's Host")
     ] = ""
     drain_s: Annotated[Seconds, about("seconds that open requests may take to finish after SIGTERM")] = 30.0
+    ready_without_workers: Annotated[
+        bool, about("ready also while no worker serves: requests wait for one that an autoscaler starts (scale to zero)")
+    ] = False
     tracing: Annotated[
         Literal["asked", "all", "off"],
         about("requests to trace in detail; asked: those whose traceparent header has the sampled flag"),

@@ -41,6 +41,10 @@ class ModelMetrics:
         self.cancelled = scope.thread_counter("cancelled", "requests left by their client")
         scope = scope if known else MetricScope()
         self.open = scope.gauge("open_requests", "requests being answered")
+        self.idle = scope.gauge(
+            "model_idle_seconds",
+            "since the model was last asked for here, also in vain while it had no worker; +Inf: not since the start",
+        )
         self.queued = scope.gauge("queued_requests", "accepted and not placed yet")
         self.workers = scope.gauge("workers", "workers of the model", ["state", "revision"])
         self.refused = scope.gauge(

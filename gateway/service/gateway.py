@@ -1,6 +1,7 @@
 """What a gateway does for both of its APIs: accept requests, follow their answers, find them again, in any cell."""
 
 import asyncio
+import math
 import secrets
 import sys
 import time
@@ -37,7 +38,7 @@ from penstock.gateway.service.adapters import AdapterLoading
 from penstock.gateway.service.cell import LIMITS_S, SWEEP_S, Cell
 from penstock.gateway.service.cell_choice import CellChooser
 from penstock.gateway.service.conversations import Conversations
-from penstock.gateway.service.fleet import FleetView, ServedLately, named_in
+from penstock.gateway.service.fleet import FORGET_S, FleetView, ServedLately, named_in
 from penstock.gateway.service.migration import Carrier
 from penstock.gateway.service.preparation import RequestPreparer
 from penstock.gateway.service.weights import WeightsControl
@@ -153,6 +154,7 @@ class Gateway:
             if len(links) > 1
         ]
         self._served_lately = [ServedLately(each) for each in buses]
+        self._asked_for: dict[str, float] = {}  # models that are served or were lately -> monotonic time
         self.conversations = Conversations(
             self.look_up, self._answered, self.fleet.detokenizer, settings.max_body_bytes
         )
@@ -296,6 +298,8 @@ class Gateway:
             reasons += of_cells[0]
         if self.budgets.unread(time.monotonic()):
             reasons.append("what API keys and tenants have spent of their budgets is not read yet")
+        if self.settings.ready_without_workers:
+            return reasons
         if lacks := self.fleet.lacks:
             reasons.append(f"no {lacks} worker is there, without which the others run no request; start one")
         elif not self.fleet.has_worker():
@@ -347,14 +351,23 @@ class Gateway:
                 if named and caller.may_name(named):
                     for cell, lately in zip(self.cells, self._served_lately, strict=True):
                         if cell.opened:
-                            await lately.check(endpoint if without_tokens else "", named)
+                            await self._check_lately(lately, endpoint if without_tokens else "", named)
             raise
+        self._asked_for[prepared.request.model] = time.monotonic()
         if len(self.cells) == 1:
             return prepared
         await self._wait_for_home()
         if endpoint == COMPACTION or prepared.request.media:
             return prepared  # its id, or its media, are in a cell already
         return await self._placed(prepared)
+
+    async def _check_lately(self, lately: ServedLately, endpoint: str, named: str) -> None:
+        """As ``ServedLately.check``; an autoscaler sees that the model is wanted."""
+        try:
+            await lately.check(endpoint, named)
+        except ServingError:
+            self._asked_for[named] = time.monotonic()
+            raise
 
     async def _wait_for_home(self) -> None:
         """Return when the home broker is there: it alone says which keys hold, and what their limits leave.
@@ -561,10 +574,16 @@ class Gateway:
         open_ = Counter[str]()
         for cell in self.cells:
             open_.update(cell.open_of)
-        for model in {*open_, *self.metrics.models}:
-            if open_[model] or self.fleet.counted(model):
-                self.metrics.of(model).open.set(open_[model])
+        now = time.monotonic()
+        self._asked_for.update(dict.fromkeys(open_, now))
+        for model in {*self._asked_for, *self.metrics.models}:
+            idle_s = now - self._asked_for.get(model, -math.inf)
+            if idle_s < FORGET_S or self.fleet.counted(model):
+                metrics = self.metrics.of(model)
+                metrics.open.set(open_[model])
+                metrics.idle.set(idle_s)
             else:
+                self._asked_for.pop(model, None)
                 self.metrics.forget(model)
 
     def _show_queued(self) -> None:

@@ -39,6 +39,7 @@ SETTLED = {
         "metrics_host",
         "metrics_port",
         "drain_s",
+        "ready_without_workers",
         "publish_events_and_metrics",
     ),
     *("role", "engine", "model", "served_model_name", "block_size", "extra_engine_args"),
@@ -67,7 +68,9 @@ class Autoscaling(ValuesSection, frozen=True, kw_only=True):
         Literal["hpa", "keda"],
         about("hpa: a HorizontalPodAutoscaler, which needs an adapter for external metrics; keda: a ScaledObject"),
     ] = "hpa"
-    min_replicas: Count = 1
+    min_replicas: Annotated[
+        int, Meta(ge=0, description="0, with kind: keda, for language models: none runs while nobody asks for the model")
+    ] = 1
     max_replicas: Count = 4
     metric: Annotated[
         Metric,

@@ -1,15 +1,19 @@
 """Which requests a gateway cancels when it has nothing more to do for their client, on a real nats-server."""
 
 import asyncio
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
+from prometheus_client import generate_latest
 
 from penstock.gateway.admission.queues import unstored
 from penstock.gateway.http.answers import DISCONNECTED
 from penstock.gateway.service import cell as cell_module
+from penstock.gateway.service.fleet import FORGET_S
 from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -17,7 +21,8 @@ from penstock.operate.doctor.fleet import Keys, find_keys
 from penstock.schemas.control import Cancel, decode_cancel
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.subjects import Subjects
-from tests.gateway.nats.support import Engine, Running, gateway_on
+from tests.gateway.nats.support import WITHIN_S, Engine, Running, gateway_on
+from tests.gateway.service.test_role_models import accepted
 from tests.pipeline.support import until
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'
@@ -106,3 +111,31 @@ async def test_a_gateway_whose_keys_are_lost_shows_it_and_notes_it_for_the_docto
             return found if found.lost_by else None
 
         assert await until(noted, "it is in the audit log") == (0, (running.gateway.id,))
+
+
+async def test_an_autoscaler_sees_which_models_are_asked_for_whether_or_not_they_have_workers(
+    bus: Bus, broker: EmbeddedNats, model: ModelDir
+) -> None:
+    await accepted(bus, "away", "completion")  # while it had workers, before this gateway started
+    settings = {"learn_models": True, "ready_without_workers": True}
+    async with gateway_on(broker, bus.subjects, model, **settings) as (gateway, _):
+
+        def idle() -> dict[str, float]:
+            gateway._sweep_once()
+            page = generate_latest(gateway.metrics.registry).decode()
+            found = re.findall(r'^\w*_model_idle_seconds\{.*model="(.*?)".*\} (.*)$', page, re.MULTILINE)
+            return {name: float(value) for name, value in found}
+
+        assert not [reason for reason in gateway.not_ready() if "worker" in reason]
+        assert idle() == {"tiny": math.inf}
+        for name, code in (("away", Code.broker_unavailable), ("invented", Code.model_not_found)):
+            with pytest.raises(ServingError) as refused:
+                await gateway.prepare("completion", BODY.replace(b"tiny", name.encode()))
+            assert refused.value.code is code
+        seen = idle()
+        assert (seen.keys(), seen["tiny"]) == ({"tiny", "away"}, math.inf), "a name that clients invent has no series"
+        assert seen["away"] < WITHIN_S
+        await gateway.prepare("completion", BODY)
+        assert idle()["tiny"] < WITHIN_S
+        gateway._asked_for["away"] -= FORGET_S
+        assert idle().keys() == {"tiny"}

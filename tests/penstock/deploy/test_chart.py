@@ -138,6 +138,14 @@ workers:
   vectors: {role: embed, engine: mock, model: /models/minilm}
 monitoring: {podMonitor: {enabled: true}}
 """
+TO_ZERO = """
+image: penstock:1
+model: /models/llama
+workers:
+  prefill: {engine: mock, autoscaling: &zero {enabled: true, kind: keda, minReplicas: 0}}
+  decode: {engine: mock, autoscaling: {<<: *zero, metric: penstock_worker_running}}
+monitoring: {podMonitor: {enabled: true}}
+"""
 CELLS = """
 models: {enabled: false}
 cells: {count: 3, placementTags: [demo-nats-0, demo-nats-1, "zone-a;ssd"]}
@@ -153,6 +161,7 @@ CASES = {
     "cells": CELLS,
     "cells on brokers of one's own": CELLS_ON_OWN_NATS,
     "several models": SEVERAL,
+    "pools that may have no worker": TO_ZERO,
     "a planner": PLANNED,
     "traces": TRACED,
     "the defaults": "",
@@ -907,6 +916,37 @@ def test_the_planner_scales_the_pools_of_the_release_s_own_model() -> None:
     assert found(trees, "Deployment", "demo-gemma")["spec"]["replicas"] == 1
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_pool_without_workers_starts_one_when_its_model_is_asked_for(several: bool, tmp_path: Path) -> None:
+    more = "  qwen: {engine: mock, model: Qwen/Qwen3-8B, autoscaling: *zero}\nmonitoring"
+    trees = manifests(TO_ZERO.replace("monitoring", more) if several else TO_ZERO)
+    (template,) = templates(found(trees, "Deployment", "demo-gateway"))
+    assert parse(GatewaySettings, command_of(template)[1:], prog="p", environ={}).ready_without_workers
+    at = {"release": "demo", "kubernetes_namespace": "serving"}
+    gauge, tests = "penstock_gateway_model_idle_seconds", []
+    for pool, model in (("prefill", "llama"), ("decode", "llama"), ("qwen", "Qwen/Qwen3-8B"))[: 3 if several else 2]:
+        scaled = found(trees, "ScaledObject", f"demo-{pool}")["spec"]
+        assert scaled["minReplicaCount"] == 0
+        _, asked = (each["metadata"] for each in scaled["triggers"])
+        assert asked["threshold"] == "1", "it asks for one worker, and the other trigger for more"
+        for name, idle, value in ((model, "600 Inf 3", 1), (model, "600 Inf 121", 0), ("gone", "_ _ _", 0)):
+            labels = at | {"model": name}
+            series = [(labels | {"process": "gateway-0"}, "Inf _ Inf"), (labels | {"process": "gateway-1"}, idle)]
+            series += [({**labels, "release": "other"}, "0 0 0")] + [({**at, "model": "else"}, "0 0 0")] * several
+            tests.append({
+                "interval": "1m",
+                "input_series": [
+                    {"series": gauge + "{" + ",".join(f'{k}="{v}"' for k, v in own.items()) + "}", "values": values}
+                    for own, values in series
+                ],
+                "promql_expr_test": [
+                    {"expr": asked["query"], "eval_time": "2m", "exp_samples": [{"labels": "{}", "value": value}]}
+                ],
+            })  # fmt: skip
+    assert gauge in known()
+    check_rules({"evaluation_interval": "1m", "tests": tests}, tmp_path)
+
+
 def by_adapter(metric: Tree) -> str:
     """The query that the Prometheus adapter makes of an external metric, by the rules in the chart's README."""
     readme = (CHART / "README.md").read_text(encoding="utf-8")
@@ -922,9 +962,6 @@ def by_adapter(metric: Tree) -> str:
 
 def test_a_queue_counts_once_and_a_release_is_not_scaled_by_another(tmp_path: Path) -> None:
     """Two gateways showed 70 waiting requests where 35 waited, and releases with one namespace scaled each other."""
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed")
     running = {"enabled": True, "metric": "penstock_worker_running"}
     values = {
         "gateway": {"autoscaling": {"enabled": True}},
@@ -970,8 +1007,16 @@ def test_a_queue_counts_once_and_a_release_is_not_scaled_by_another(tmp_path: Pa
             ],
         }],
     }  # fmt: skip
-    (tmp_path / "test.yml").write_text(yaml.safe_dump(tests), encoding="utf-8")
-    command = [promtool, "test", "rules", tmp_path / "test.yml"]
+    check_rules(tests, tmp_path)
+
+
+def check_rules(tests: Tree, folder: Path) -> None:
+    """What Prometheus makes of expressions."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    (folder / "test.yml").write_text(yaml.safe_dump(tests), encoding="utf-8")
+    command = [promtool, "test", "rules", folder / "test.yml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -1075,6 +1120,8 @@ def test_dashboards_and_alerts_are_those_of_the_monitoring_folder() -> None:
             "workers: {a: {engine: mock, autoscaling: {enabled: true, kind: keda}}}",
             "workers.a.autoscaling: it reads penstock_gateway_queued_requests from Prometheus, and nothing collects",
         ),
+        (TO_ZERO.replace("keda", "hpa"), "autoscaling.minReplicas: 0 is for pools of language models with kind: keda"),
+        (TO_ZERO.replace("engine: mock", "role: embed, model: m"), "minReplicas: 0 is for pools of language models"),
         ("gateway: {autoscaling: {enabled: true}}", "gateway.autoscaling: it reads penstock_gateway_open_requests"),
         ("broker: {caSecret: ca}", "broker.caSecret: the NATS of the release has no TLS"),
         (

@@ -110,6 +110,15 @@ The language models of all pools by name, each with "model" and "names", into th
 {{- add $longest 600 -}}
 {{- end }}
 
+{{/* "true": some pool may have no worker while nobody asks for its model. */}}
+{{- define "penstock.toZero" -}}
+{{- $pools := dict -}}
+{{- include "penstock.pools" (dict "root" . "pools" $pools) -}}
+{{- range $pools -}}
+{{- if and .autoscaling.enabled (eq (int .autoscaling.minReplicas) 0) }}true{{ break }}{{ end -}}
+{{- end -}}
+{{- end }}
+
 {{/* Resources of each pod of an engine: (dict "pool" $pool). */}}
 {{- define "penstock.resources" -}}
 {{- $extended := dict -}}
