@@ -27,7 +27,9 @@ ROOM_BYTES = 64 << 20  # free space from which a restart makes sense, or a twent
 # minutes under load: too late for an operator on call.
 LEVELS = ((0.15, "warning"), (0.05, "error"))
 EVERY_S = 1.0
-REST_S = 30.0  # between two restarts: a disk without inodes, or over a quota, has free bytes and is full nevertheless
+# Between two restarts, at first and at most: a disk without inodes, or over a quota, has free bytes and is full
+# nevertheless; one that fills again while the server restarts soon has room.
+FIRST_REST_S, REST_S = 2.0, 30.0
 
 
 class WatchedServer(Protocol):
@@ -52,6 +54,7 @@ class DiskWatch:
         self._every_s = every_s
         self._clock = clock
         self._restart_after = -math.inf
+        self._rest_s = FIRST_REST_S
         self._read = 0  # bytes of the log
         with contextlib.suppress(OSError):
             self._read = server.log_path.stat().st_size
@@ -98,7 +101,9 @@ class DiskWatch:
             )
         room = min(ROOM_BYTES, usage.total // 20)
         if self._full and usage.free >= room and (now := self._clock()) >= self._restart_after:
-            self._full, self._restart_after = False, now + REST_S
+            again = now < self._restart_after + REST_S
+            self._rest_s = min(REST_S, 2 * self._rest_s) if again else FIRST_REST_S
+            self._full, self._restart_after = False, now + self._rest_s
             log.warning("broker_restarts", reason="the disk was full and has room again", free_bytes=usage.free)
             self._ending = self._server.pid
             self._server.terminate()

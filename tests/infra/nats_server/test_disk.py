@@ -166,9 +166,25 @@ def test_a_disk_that_has_room_and_is_full_does_not_end_the_server_at_each_look(
         server.says("[ERR] write /x: no space left on device\n")
         watch.look()
     assert server.ended == 1
-    now = disk.REST_S
+    now = disk.FIRST_REST_S
     watch.look()
-    assert server.ended == 2
+    assert server.ended == 2, "it filled again while the server restarted"
+
+
+def test_the_rests_between_restarts_grow_and_a_disk_that_was_well_for_long_has_a_short_one_again(
+    tmp_path: Path, free: dict[str, int]
+) -> None:
+    now, at = 0.0, []
+    server = Server(tmp_path)
+    watch = DiskWatch(server, clock=lambda: now)
+    free["bytes"] = 500  # but no inodes
+    for each in [*range(140), *range(200, 210)]:
+        now = float(each)
+        server.says("[ERR] write /x: no space left on device\n")
+        ended = server.ended
+        watch.look()
+        at += [each] * (server.ended - ended)
+    assert at == [0, 2, 6, 14, 30, 60, 90, 120, 200, 202, 206]
 
 
 @pytest.fixture
