@@ -350,7 +350,7 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     ] = ""
     drain_s: Annotated[Seconds, about("seconds that open requests may take to finish after SIGTERM")] = 30.0
     ready_without_workers: Annotated[
-        bool, about("ready also while no worker serves: requests wait for one that an autoscaler starts (scale to zero)")
+        bool, about("ready also while no worker serves: requests wait for one that an autoscaler starts")
     ] = False
     tracing: Annotated[
         Literal["asked", "all", "off"],

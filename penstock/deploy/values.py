@@ -69,7 +69,7 @@ class Autoscaling(ValuesSection, frozen=True, kw_only=True):
         about("hpa: a HorizontalPodAutoscaler, which needs an adapter for external metrics; keda: a ScaledObject"),
     ] = "hpa"
     min_replicas: Annotated[
-        int, Meta(ge=0, description="0, with kind: keda, for language models: none runs while nobody asks for the model")
+        int, Meta(ge=0, description="0, with kind: keda, for language models: none while nobody asks for the model")
     ] = 1
     max_replicas: Count = 4
     metric: Annotated[
