@@ -269,7 +269,7 @@ async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:
     """
     Raises:
         ServingError: the home broker does not answer, or refuses the credentials. Other cells are used when they are
-            there.
+            there, with their streams.
     """
     urls = settings.cell_nats_urls
     url = urls[cell - 1].replace(";", ",") if cell and urls else settings.nats_url
@@ -294,7 +294,9 @@ async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:
 
     opening = bus.tasks.spawn(opened(), name="open-cell")
     if connecting.done():
-        await opening
+        await asyncio.wait([opening], timeout=CELL_S)  # its streams may come later
+        if opening.done():
+            opening.result()
     return CellLink(bus, publisher, opening)
 
 

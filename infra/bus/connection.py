@@ -19,12 +19,12 @@ from urllib.parse import unquote, urlsplit
 
 import structlog
 from nats.errors import Error as NatsError
-from nats.errors import SlowConsumerError, UnexpectedEOF
+from nats.errors import NoRespondersError, SlowConsumerError, UnexpectedEOF
 from nats.js import JetStreamContext
 
 from penstock.infra.bus.client import BusClient, refuses_login
 from penstock.infra.bus.clock import BrokerClock
-from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
+from penstock.infra.bus.jetstream import BUSY, STREAM_NOT_FOUND
 from penstock.infra.bus.tasks import Failed, Tasks
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.streams import HEADROOM, MAX_PAYLOAD
@@ -109,14 +109,19 @@ class Bus:
         await self.clock.follow(self.nc, self.tasks, self.subjects.awaited)
 
     async def await_streams(self, wait_s: float) -> None:
-        """Wait until there are streams, for this time at most: they are made when the broker has started."""
+        """Wait until there are streams, for this time at most: they are made when the broker has started.
+
+        A cluster of brokers that has just started knows of none before it has elected a leader.
+        """
         until, logged = time.monotonic() + wait_s, False
         while time.monotonic() < until:
             try:
                 reply = await self.nc.request(f"$JS.API.STREAM.INFO.{self.subjects.awaited}", b"", timeout=CONNECT_S)
-                if f'"err_code":{STREAM_NOT_FOUND}'.encode() not in reply.data:
+                if not any(f'"err_code":{code}'.encode() in reply.data for code in (STREAM_NOT_FOUND, *BUSY)):
                     return
-            except (NatsError, OSError, TimeoutError):  # an election; whoever needs a stream says what is wrong with it
+            except NoRespondersError:
+                pass
+            except (NatsError, OSError, TimeoutError):  # whoever needs a stream says what is wrong with it
                 return
             if not logged:
                 log.warning("streams_awaited", missing=self.subjects.awaited, fix="penstock streams apply")

@@ -12,23 +12,25 @@ import msgspec
 import pytest
 
 from penstock.configs.settings import GatewaySettings
+from penstock.gateway import run_gateway
 from penstock.gateway.run_gateway import front_of
 from penstock.gateway.service import cell as cell_module
 from penstock.gateway.service import gateway as gateway_module
 from penstock.gateway.service.cell import Cell
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.tasks import Stop
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import requests
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import cell_in, in_cell
 from penstock.schemas.streams import PROMPTS
-from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, Subjects
+from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, Subjects, cell_namespace
 from penstock.schemas.tokens import TokenItem
 from penstock.schemas.wire import content_type, pack_tokens
 from tests.gateway.nats.support import gateway_on
-from tests.infra.bus.support import eventually
+from tests.infra.bus.support import eventually, opened
 from tests.infra.nats_server.support import lose_end
 
 BODY = b'{"model": "tiny", "prompt": "a b c", "max_tokens": 4}'
@@ -61,6 +63,29 @@ async def test_requests_wait_for_workers_but_not_for_a_broker_that_hangs(
         os.kill(second.pid, signal.SIGCONT)
         await eventually(lambda: running.gateway.cells[1].answers)
         assert await cell(running.gateway) == 1
+
+
+async def test_a_cell_whose_streams_come_later_holds_no_gateway_up(
+    broker: EmbeddedNats, second: EmbeddedNats, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_gateway, "CELL_S", 1.0)
+    settings = GatewaySettings(
+        nats_url=broker.url("gateway"),
+        namespace=pipeline.namespace,
+        cells=2,
+        cell_nats_urls=(second.url("gateway"),),
+    )
+    async with asyncio.timeout(30):
+        (home, other) = await run_gateway._links(settings, Stop(bound_s=1.0))
+    assert home.connecting is None
+    connecting = other.connecting
+    assert connecting is not None
+    assert not connecting.done()
+    there = Subjects(cell_namespace(pipeline.namespace, 1))
+    async with opened(second, there), asyncio.timeout(30):  # makes them
+        await connecting
+    for link in (home, other):
+        await run_gateway._close(link)
 
 
 async def test_prompts_are_packed_where_their_stream_says_so(

@@ -3,12 +3,14 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog.testing
 from msgspec.structs import replace
 from nats.aio.client import Client
+from nats.errors import NoRespondersError
 
 from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
@@ -51,10 +53,18 @@ async def test_streams_are_listed_with_what_they_hold_and_their_limits(
 
 
 async def test_processes_wait_for_streams_that_are_made_after_the_broker_started(
-    broker: EmbeddedNats, nc: Client, subjects: Subjects
+    broker: EmbeddedNats, nc: Client, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each start that failed would be tried again by Kubernetes later and later."""
     async with await connect(broker.url(), role="operator", name="x", namespace=subjects.namespace) as bus:
+        early, real = iter((NoRespondersError(), b'{"error":{"code":503,"err_code":10008}}')), bus.nc.request
+
+        async def answer_late(*args: Any, **options: Any) -> Any:  # as of a cluster that has not elected its leader yet
+            if isinstance(answer := next(early, None), Exception):
+                raise answer
+            return SimpleNamespace(data=answer) if answer else await real(*args, **options)
+
+        monkeypatch.setattr(bus.nc, "request", answer_late)
         with structlog.testing.capture_logs() as logged:
             waiting = asyncio.create_task(bus.await_streams(60))
             await eventually(lambda: any(each["event"] == "streams_awaited" for each in logged))
