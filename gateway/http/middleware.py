@@ -10,6 +10,7 @@ Anyone can send these headers, so they count only if the peer is such a proxy; a
 trusted proxies have written, from the right.
 """
 
+import inspect
 import ipaddress
 import re
 import time
@@ -84,7 +85,13 @@ def check_origins(origins: Sequence[str]) -> None:
 
 
 def with_cors(app: App, origins: Sequence[str]) -> App:
-    """``app`` for pages of these origins."""
+    """``app`` for pages of these origins.
+
+    Some browsers ask whether a public page may use a server in a private network: a page of these origins may. Earlier
+    releases of Starlette neither grant nor refuse that.
+    """
+    private = "allow_private_network"
+    more: dict[str, Any] = {private: True} if private in inspect.signature(CORSMiddleware).parameters else {}
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -92,6 +99,7 @@ def with_cors(app: App, origins: Sequence[str]) -> App:
         allow_headers=[ANY],
         expose_headers=_EXPOSED,
         max_age=MAX_AGE_S,
+        **more,
     )
 
 

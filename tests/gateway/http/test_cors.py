@@ -43,6 +43,12 @@ async def test_a_preflight_needs_no_key_and_allows_the_headers_that_were_asked_f
     assert b"DELETE" in headers[b"access-control-allow-methods"]
 
 
+async def test_a_public_page_of_an_allowed_origin_may_use_a_server_in_a_private_network() -> None:
+    private = (b"access-control-request-private-network", b"true")
+    assert (await exchange((APP.decode(),), "OPTIONS", (b"origin", APP), PREFLIGHT, private))[0] == 200
+    assert (await exchange((APP.decode(),), "OPTIONS", (b"origin", OTHER), PREFLIGHT, private))[0] == 400
+
+
 @pytest.mark.parametrize("origin", [OTHER, b"null", b"http://app.example.com", b"https://app.example.com.evil.com"])
 async def test_a_page_of_another_origin_reads_nothing(origin: bytes) -> None:
     status, headers = await exchange((APP.decode(),), "OPTIONS", (b"origin", origin), PREFLIGHT)
