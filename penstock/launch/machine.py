@@ -81,7 +81,8 @@ def check_named(named: Sequence[str], groups: Sequence[WorkerGroup], devices: Pa
     if tuple(named) in ((), ("none",)) or not any(group.gpus and group.engine == "native" for group in groups):
         return
     count, flag = _count(devices), f"--gpus {','.join(named)}"
-    if not count and not any((devices / other).exists() for other in ("dxg", "kfd")):  # of WSL 2 and ROCm
+    others = ("dxg", "kfd", "nvhost-gpu")  # of WSL 2, ROCm and Jetson
+    if not count and not any((devices / other).exists() for other in others):
         raise PlanError(
             f"{flag}: there is no GPU here (no {devices}/nvidia0); leave --gpus out to serve on processors, or load "
             "the driver (in a container: run it with --gpus all)"

@@ -267,8 +267,9 @@ def test_gpus_that_are_named_and_not_there_are_refused_instead_of_replaced_by_pr
     check_named(("GPU-ab", "MIG-4c60"), native, tmp_path)
     with pytest.raises(PlanError, match=r"--gpus 0,4: there is no GPU 4 here, only GPU 0"):
         check_named(("0", "4"), native, tmp_path)
-    (tmp_path / "nvidia4").rename(tmp_path / "dxg")
-    check_named(("1",), native, tmp_path)
+    for before, other in zip(("nvidia4", "dxg", "kfd"), ("dxg", "kfd", "nvhost-gpu"), strict=True):
+        (tmp_path / before).rename(tmp_path / other)
+        check_named(("1",), native, tmp_path)
 
 
 def test_a_native_worker_of_a_named_gpu_starts_on_it_or_not_at_all() -> None:
