@@ -6,7 +6,7 @@ from typing import NamedTuple
 from penstock.infra.text.parsers.delta_builder import BEGUN, CLOSED, REASONING, Delta, DeltaBuilder
 from penstock.infra.text.parsers.families import Thoughts
 from penstock.infra.text.parsers.harmony import HarmonyMarks, read_harmony
-from penstock.infra.text.parsers.reader import NONE, SPACE, Markers, Marks, Reader, Steps
+from penstock.infra.text.parsers.reader import NONE, SPACE, TOKEN, Markers, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import ContentMarks, Offered, ToolFormat, read_content, try_calls
 from penstock.schemas.requests import Parsing, Stop
 
@@ -16,6 +16,8 @@ class ThoughtMarks:
 
     Attributes:
         begins: the characters with which the marks begin.
+        again: more thoughts may follow content.
+        repeated: closing marks that count once, however often they are written.
     """
 
     def __init__(self, thoughts: Thoughts, marks: Marks) -> None:
@@ -25,6 +27,10 @@ class ThoughtMarks:
         )
         self.closing = tuple(marks.within(each) for each in thoughts.closing)
         self.begins = "".join({mark[0] for mark in (*self.opening, *self.closing)})
+        both = (*self.opening, *self.closing)
+        self.again = thoughts.again and all(map(TOKEN.match, both))
+        # Models repeat a closing mark, which as a token is part of nothing there.
+        self.repeated = tuple(mark for mark in self.closing if TOKEN.match(mark))
 
 
 def read_reasoning(
@@ -52,7 +58,7 @@ def read_reasoning(
     opening = yield from reader.literal(*tags.opening)
     if not opening and not in_reasoning:
         if stray := (yield from reader.literal(*tags.closing)):  # of thoughts that the prompt has closed
-            _close(deltas, stray, joined=joined)
+            yield from _close(reader, deltas, tags, stray, joined=joined)
             deltas.thought = 0
         else:
             deltas.content(space)
@@ -63,7 +69,7 @@ def read_reasoning(
     ends = Markers(*tags.closing, *(tools.openers if tools is not None else ()))
     while mark := (yield from reader.until(ends, thought)):
         if mark in tags.closing:
-            _close(deltas, mark, joined=joined)
+            yield from _close(reader, deltas, tags, mark, joined=joined)
             return ""
         assert tools is not None
         reader.tape(mark)
@@ -77,7 +83,7 @@ def read_reasoning(
         text = reader.taped()
         if mark in tags.closing:
             thought(text[: -len(mark)])
-            _close(deltas, mark, joined=joined)
+            yield from _close(reader, deltas, tags, mark, joined=joined)
             return ""
         if called:
             return text
@@ -86,12 +92,17 @@ def read_reasoning(
     return ""
 
 
-def _close(deltas: DeltaBuilder, mark: str, *, joined: bool) -> None:
+def _close(reader: Reader, deltas: DeltaBuilder, tags: ThoughtMarks, mark: str, *, joined: bool) -> Steps[None]:
     deltas.thought = CLOSED
     if joined:
         deltas.verbatim(mark)
-    else:
-        deltas.end_reasoning()
+        return
+    deltas.end_reasoning()
+    while tags.repeated:
+        deltas.content((yield from reader.space()))
+        if not (yield from reader.literal(*tags.repeated)):
+            return
+        deltas.skip()
 
 
 def _drop(text: str) -> None:
@@ -120,7 +131,9 @@ class AnswerFormat(NamedTuple):
     @property
     def marked_content(self) -> bool:
         """There may be calls or marks in the content."""
-        return self.tools is not None or self.content is not None
+        return (
+            self.tools is not None or self.content is not None or (self.reasoning is not None and self.reasoning.again)
+        )
 
 
 class AnswerParser:
@@ -203,7 +216,7 @@ class AnswerParser:
         self._deltas.grew = 0
         closed = self._deltas.thought == CLOSED
         self._take_in(text)
-        if closed:
+        if closed and self._deltas.thought == CLOSED:
             return
         last = self._deltas.last
         if self._deltas.thought or last == REASONING:
@@ -280,16 +293,27 @@ def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat, parsing:
         return
     rest = ""
     in_content = prefilled and not parsing.thinking
-    if form.reasoning is not None and not in_content:
+    tags = form.reasoning
+    if tags is not None and not in_content:
         if prefilled:
             deltas.continue_reasoning()
         rest = yield from read_reasoning(
-            reader, deltas, form.reasoning, form.tools, offered, in_reasoning=parsing.thinking, joined=parsing.joined
+            reader, deltas, tags, form.tools, offered, in_reasoning=parsing.thinking, joined=parsing.joined
         )
         if rest:  # the reasoning was not closed: it ends where this begins, which is all that is left
             reader = reader.within(rest)
     if form.marked_content:
         content = form.content or ContentMarks()
-        yield from read_content(reader, deltas, form.tools, offered, marks=content, begun=in_content)
+        again = tags.again and not parsing.joined if tags is not None else False
+        if tags is not None and again:
+            content = ContentMarks(content.frame, (*content.layout, *tags.closing), tags.opening)
+        while (yield from read_content(reader, deltas, form.tools, offered, marks=content, begun=in_content)):
+            assert tags is not None
+            in_content = True
+            if deltas.thought:
+                deltas.reasoning("\n")
+            rest = yield from read_reasoning(reader, deltas, tags, form.tools, offered, in_reasoning=True)
+            if rest:
+                reader = reader.within(rest)
     if rest:
         deltas.content(reader.rest())

@@ -30,6 +30,7 @@ class Thoughts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         opening, closing: marks, of which any counts. The first ones are what constraints ask for.
         implied: an answer begins within reasoning unless the prompt has closed it.
+        again: there may be more of it behind content, if the marks are tokens. A mark without its other is dropped.
         channels: it is messages of the harmony format, which has no other marks.
         template: what a chat template has of it, so that it is detected, a list within the list being one of several;
             empty: it is never detected.
@@ -39,6 +40,7 @@ class Thoughts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     opening: tuple[str, ...] = ("<think>",)
     closing: tuple[str, ...] = ("</think>",)
     implied: bool = False
+    again: bool = False
     channels: bool = False
     template: tuple[str | tuple[str, ...], ...] = ()
     unless: tuple[str, ...] = ()

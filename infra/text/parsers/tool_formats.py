@@ -58,10 +58,12 @@ class ContentMarks:
     Attributes:
         frame: at its two ends.
         layout: wherever they stand.
+        thoughts: behind these, there is no content but reasoning.
     """
 
     frame: tuple[str, str] = ("", "")
     layout: tuple[str, ...] = ()
+    thoughts: tuple[str, ...] = ()
 
 
 def parse_name(text: str) -> str:
@@ -118,11 +120,12 @@ def read_content(
     *,
     marks: ContentMarks,
     begun: bool = False,
-) -> Steps[None]:
+) -> Steps[bool]:
     """Read content with calls in it. If it returns before the end of the text, the rest is content.
 
     Args:
         begun: it is no beginning of an answer.
+    Returns: it ends with a mark behind which there is reasoning.
     """
     opening, closing = marks.frame
     framed = begun
@@ -137,9 +140,11 @@ def read_content(
         elif reader.peek() and reader.peek() in tools.starts:
             yield from try_calls(reader, deltas, tools, offered, "", deltas.content)
     openers = tools.openers if tools is not None else ()
-    dropped = (*marks.layout, *((closing,) if closing else ()), *((opening,) if opening else ()))
+    dropped = (*marks.layout, *marks.thoughts, *filter(None, (closing, opening)))
     searched = Markers(*openers, *dropped) if openers or dropped else None
     while searched is not None and (mark := (yield from reader.until(searched, deltas.content))):
+        if mark in marks.thoughts:
+            return True
         if mark in openers:
             assert tools is not None
             yield from try_calls(reader, deltas, tools, offered, mark, deltas.content)
@@ -156,6 +161,7 @@ def read_content(
                 deltas.skip()
         else:
             deltas.skip()
+    return False
 
 
 def _any_next(reader: Reader, openers: tuple[str, ...]) -> bool:

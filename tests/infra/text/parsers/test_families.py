@@ -166,6 +166,40 @@ def test_the_thoughts_of_every_row_are_read_in_any_cut(row: Family, spelled: boo
         assert in_any_cut(row, quoted, marks, reasoning=row.name)[:2] == ("So.", f"It ends with {closing}, they say.")
 
 
+@pytest.mark.parametrize("row", WITH_THOUGHTS, ids=named)
+def test_a_repeated_closing_mark_is_no_content(row: Family) -> None:
+    assert row.thoughts is not None
+    marks = tokens_of(row)
+    opening, closing = marks.within(row.thoughts.opening[0]), marks.within(row.thoughts.closing[0])
+    if closing == row.thoughts.closing[0]:
+        pytest.skip("the family spells its marks")
+    text = opening + "Hm." + closing + "\n" + closing + "\nSo."
+    assert in_any_cut(row, text, marks, reasoning=row.name) == ("So.", "Hm.", ())
+
+
+@pytest.mark.parametrize("row", [row for row in WITH_THOUGHTS if row.thoughts and row.thoughts.again], ids=named)
+def test_more_thoughts_may_follow_content(row: Family) -> None:
+    assert row.thoughts is not None
+    assert row.calls is not None
+    marks = tokens_of(row)
+    opening, closing = marks.within(row.thoughts.opening[0]), marks.within(row.thoughts.closing[0])
+    thought = opening + "One." + closing
+    text = thought + "I look. " + opening + "Two." + closing + "It is." + closing
+    for tools in ("", row.name):
+        assert in_any_cut(row, text, marks, reasoning=row.name, tools=tools) == ("I look. It is.", "One.\nTwo.", ())
+    # also without a first thought, and closed by a call alone
+    text = "I look.\n" + opening + "Two.\n" + marks.within(written(row.calls))
+    content, said, calls = in_any_cut(row, text, marks, reasoning=row.name, tools=row.name)
+    assert (content, said, len(calls)) == ("I look.", "Two.", len(CALLED))
+    spelled = "It writes " + row.thoughts.opening[0] + " and " + row.thoughts.closing[0]
+    assert in_any_cut(row, spelled, marks, reasoning=row.name) == (spelled, None, ())
+    request = GenerateRequest("r-1", "m", "g", b"", Stop(999), 0, 0, parsing=Parsing(row.name))
+    parser = parser_for(request, 0, marks)
+    for token in (opening, "a", closing, "b", "c", opening, "d", closing, "e"):
+        parser.push(token)
+    assert parser.reasoning_tokens == 6
+
+
 @pytest.mark.parametrize("row", [row for row in WITH_CALLS if row.thoughts is not None], ids=named)
 def test_calls_that_end_the_thoughts_of_every_row_are_read_in_any_cut(row: Family) -> None:
     """Also with marks in their values, which are text there."""
