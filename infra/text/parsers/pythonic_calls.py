@@ -17,13 +17,17 @@ from penstock.infra.text.parsers.reader import EmptySection, MalformedCall, Mark
 from penstock.infra.text.parsers.tool_formats import CallReader, Offered, end_call, parse_name, read_closing
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
+_ESCAPED = {"\n": r"\n", "\0": r"\x00"}
 _WORDS = {"true": True, "false": False, "null": None}
-_STRING = re.compile(r"(\"\"\"|'''|[\"'])(?:\\.|(?!\1)[^\\])*\1", re.S)
+# Strings, and zeros before a number, which models write in dates and Python refuses.
+_REPAIRED = re.compile(r"(\"\"\"|'''|[\"'])(?:\\.|(?!\1)[^\\])*\1|(?<![\w.])0+(?=[1-9])", re.S)
 
 
-def _one_line(string: re.Match[str]) -> str:
-    """A string with its line breaks escaped: models write them as they are."""
-    return re.sub(r"\\.|\n", lambda found: r"\n" if found[0] == "\n" else found[0], string[0], flags=re.S)
+def _repaired(found: re.Match[str]) -> str:
+    """A string with its line breaks and null characters escaped: models write them as they are. Of zeros, nothing."""
+    if not found[1]:
+        return ""
+    return re.sub(r"\\.|[\n\0]", lambda each: _ESCAPED.get(each[0], each[0]), found[0], flags=re.S)
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
@@ -31,7 +35,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of "\d" in a string
-            call = ast.parse(f"f({_STRING.sub(_one_line, text)})", mode="eval").body
+            call = ast.parse(f"f({_REPAIRED.sub(_repaired, text)})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise MalformedCall
         return {_keyword(word.arg): _literal(word.value) for word in call.keywords}
