@@ -34,6 +34,7 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+", re.S)
 _KIMI_VARIANT = re.compile(r"functions_(.+?)(?:[_:]\d+)?", re.S)
 _KIMI_NUMBER = re.compile(r"[._:\-]*\d*$")
 _KIMI_CHARS = re.compile(r"[A-Za-z0-9_.\-/:]*")
+_ELEMENT = re.compile(r"<(\w+)>")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_\-]*")
 
 
@@ -47,23 +48,24 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
     objects = head is None or form.list
     following = begin or ("" if form.list else form.between.strip()) or ("{" if objects and not form.starts else "")
     another = "{" if objects and form.starts and following != "{" else ""  # a call without its opening text
-    one, listed = _one_call(form), listed_calls(form)
+    one, listed = one_call(form), listed_calls(form)
 
     def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
         if begin and opener != begin:
             yield from _to_first(reader, begin, close)
         bracket = ""
+        ending = close or _ending(marks.text(opener))
         empty = bool(opener)  # so far
         while True:
             yield from reader.space()
-            if empty and close and (yield from reader.literal(close)):
+            if empty and ending and (yield from reader.literal(ending)):
                 raise EmptySection
             if objects and not bracket:
                 bracket = yield from reader.literal("[", "{")
             if bracket == "[":
                 yield from reader.space()
                 if empty and (yield from reader.literal("]")):
-                    yield from read_closing(reader, deltas.probe(), close)
+                    yield from read_closing(reader, deltas.probe(), ending)
                     raise EmptySection
                 yield from listed(reader, deltas)
             elif bracket == "{":
@@ -75,8 +77,8 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
             if end:
                 yield from read_closing(reader, deltas, end)
             empty = False
-            mark = yield from read_closing(reader, deltas, close, following, another)
-            if not mark or mark == close:
+            mark = yield from read_closing(reader, deltas, ending, following, another)
+            if not mark or mark == ending:
                 return
             reader.checkpoint_call(mark)
             bracket = "{" if mark == "{" else ""
@@ -84,9 +86,16 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
     return calls
 
 
+def _ending(opener: str) -> str:
+    """What stands behind calls that begin with an element, or with a fence."""
+    if found := _ELEMENT.fullmatch(opener):
+        return f"</{found[1]}>"
+    return "```" if opener.startswith("```") else ""
+
+
 def listed_calls(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
     """A reader of ``{...}, {...}]`` behind its "[". It raises MalformedCall where what follows is not a call."""
-    one = _one_call(form)
+    one = one_call(form)
 
     def listed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
         while True:
@@ -101,7 +110,7 @@ def listed_calls(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[Non
     return listed
 
 
-def _one_call(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
+def one_call(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
     """A reader of a call behind its "{"."""
     keys = tuple(dict.fromkeys((form.arguments_key, *_ARGUMENTS, *(() if form.starts else _ALSO_ARGUMENTS))))
 

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import CallFormat
+from penstock.infra.text.parsers.json_calls import one_call
 from penstock.infra.text.parsers.json_text import encode
 from penstock.infra.text.parsers.reader import (
     TOKEN,
@@ -46,7 +47,8 @@ class _Markup:
     def __init__(self, form: CallFormat, marks: Marks) -> None:
         self._types = form.types
         self._close = marks.within(form.section[1].strip())
-        self._begin, end = (marks.within(each.strip()) for each in form.call)
+        self._object = one_call(form)
+        self._begin, self._end = (marks.within(each.strip()) for each in form.call)
         self._key_begin = marks.within(form.key[0].strip())
         # Where only the marks of a section are tokens and each call has its own, what looks like a second call is part
         # of the first, for instance of a file that the model writes.
@@ -57,7 +59,7 @@ class _Markup:
         self._following = self._closings if one else (self._begin, *self._closings)
         self._call_tag = _Tag(form.call[0], form.name_end, marks, entities=form.entities)
         self._key_tag = _Tag(*form.key, marks, entities=form.entities)
-        self._values = _Values(form, marks, (self._key_begin, end, self._close), self._key_tag)
+        self._values = _Values(form, marks, (self._key_begin, self._end, self._close), self._key_tag)
 
     def read(self, reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
         begin, close = self._begin, self._close
@@ -65,13 +67,13 @@ class _Markup:
             yield from reader.space()
             if self._closings and (yield from reader.literal(*self._closings)):
                 raise EmptySection
-            if begin and not (yield from reader.literal(begin)):
+            if begin and reader.peek() != "{" and not (yield from reader.literal(begin)):
                 raise MalformedCall
         elif begin and TOKEN.match(close) and not TOKEN.search(begin):
             yield from self._bare(reader, deltas, offered, opener)
             return
         while True:
-            mark = yield from self._one(reader, deltas, offered)
+            mark = yield from self._one(reader, deltas, offered, in_section=opener != begin)
             if not begin or mark == close or (yield from read_closing(reader, deltas, *self._following)) != begin:
                 return
             reader.checkpoint_call(begin)
@@ -89,8 +91,17 @@ class _Markup:
         reader.commit()
         end_call(reader, deltas)
 
-    def _one(self, reader: Reader, deltas: DeltaBuilder, offered: Offered) -> Steps[str]:
-        """Read a call behind what stands before its name; returns the last mark that was read."""
+    def _one(self, reader: Reader, deltas: DeltaBuilder, offered: Offered, *, in_section: bool = False) -> Steps[str]:
+        """Read a call behind what stands before its name; returns the last mark that was read.
+
+        Args:
+            in_section: it may also be written as JSON.
+        """
+        if in_section:
+            yield from reader.space()
+            if (yield from reader.literal("{")):
+                yield from self._object(reader, deltas)
+                return (yield from read_closing(reader, deltas, self._end, self._close))
         tag = yield from self._call_tag.read(reader)
         if tag is None:
             raise MalformedCall

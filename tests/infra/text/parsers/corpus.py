@@ -173,6 +173,8 @@ LLAMA = [
          calls=(("run", '{"code":"a\\n\\n","more":"b\\nc \\"d"}'),)),
     Case("", "lfm2", "<|tool_call_start|>[run(code='a\\\\\nb')]<|tool_call_end|>", None,
          calls=(("run", '{"code":"a\\\\\\nb"}'),)),
+    Case("", "lfm2", "<|tool_call_start|>[at(month=07, parts=[007, 0, 0.5, 1e05], text='07 \0')]<|tool_call_end|>",
+         None, calls=(("at", '{"month":7,"parts":[7,0,0.5,100000.0],"text":"07 \\u0000"}'),)),
     Case("", "lfm2", "<|tool_call_start|>[label(tags={'a', 'b'})]<|tool_call_end|>", None,
          calls=(("label", '{"tags":["a","b"]}'),)),
 ]  # fmt: skip
@@ -323,4 +325,24 @@ NEMOTRON = [
     Case("", "nemotron_deci", "<TOOLCALL>[]</TOOLCALL> None fits.", " None fits."),
 ]  # fmt: skip
 
-CASES = [*HERMES, *THINK, *MISTRAL, *LLAMA, *DEEPSEEK, *KIMI, *MARKUP, *HARMONY, *NEMOTRON]
+# What a format has another way for, and models write all the same.
+VARIANTS = [
+    Case("gemma4", "", "<|channel>Hm.<channel|>So.", "So.", "Hm."),
+    Case("gemma4", "", "<|channel>thoughtful<channel|>So.", "So.", "ful"),
+    Case("", "dots", '<dots_function_call>{"name": "a", "arguments": {"x": "}"}}</dots_function_call> So.', "So.",
+         calls=(("a", '{"x": "}"}'),)),
+    Case("", "qwen3_coder", '<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n'
+         "<tool_call>\n<function=b>\n</function>\n</tool_call>", None, calls=(("a", '{"x": 1}'), ("b", "{}"))),
+    Case("", "qwen3_coder", "<tool_call>\n{x}\n</tool_call>", "<tool_call>\n{x}\n</tool_call>"),
+    Case("", "glm47", '<tool_call>{"name": "a", "arguments": {}}</tool_call>So.', "So.", calls=(("a", "{}"),)),
+    Case("", "k2_horizon", '<ifm|tool_calls><ifm|tool_call>{"name": "a", "arguments": {}}</ifm|tool_call>\n'
+         "<ifm|tool_call>b<ifm|arg_key>x"
+         "</ifm|arg_key><ifm|arg_value>1</ifm|arg_value></ifm|tool_call></ifm|tool_calls>", None,
+         calls=(("a", "{}"), ("b", '{"x": 1}'))),
+    Case("", "xlam", 'So.\n```json\n[{"name": "a", "arguments": {}}]\n```\nYes.', "So.\n\nYes.",
+         calls=(("a", "{}"),)),
+    Case("", "xlam", '<tool_call>[{"name": "a", "arguments": {}}]</tool_call>', None, calls=(("a", "{}"),)),
+    Case("", "granite", '<tool_call>[{"name": "a", "arguments": {}}]</tool_call>', None, calls=(("a", "{}"),)),
+]  # fmt: skip
+
+CASES = [*HERMES, *THINK, *MISTRAL, *LLAMA, *DEEPSEEK, *KIMI, *MARKUP, *HARMONY, *NEMOTRON, *VARIANTS]
