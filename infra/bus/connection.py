@@ -7,6 +7,7 @@ receive a message again, so it exits and its supervisor restarts it.
 import asyncio
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import socket
@@ -189,6 +190,7 @@ class Bus:
         if refuses_login(text) and self._opened and not self.closing:
             self._refused_since = now if self._refused_since is None else self._refused_since
             if now - self._refused_since >= LOGIN_S:
+                self._refused_since = math.inf  # once, where the process can do without this connection
                 self._end(f"the broker refuses the login: {why_unreachable(error)}")
 
     async def _on_closed(self) -> None:
