@@ -50,6 +50,7 @@ ERASED_AGAIN_S = 30.0  # after a deletion, what a broker that died has again is 
 ERASED_S = 60.0  # after the end of a request with no_store, nothing of it is anywhere
 REPLICATION = "_js_"  # a node's log of what it replicates, which forgets with its next snapshot (docs/operations.md)
 MARKED_TOKENS = 8  # of a prompt, in a row, that must not be on the disk: 32 bytes
+FEWEST_SHOWN = 12  # characters of an answer to look for: a shorter one, or none, is on any disk
 CONSUMERS_S = 150.0  # the server keeps a dead worker's consumer for 120 s
 LEFT_S = 180.0  # the same, and message ids to recognise repeats by: for as long
 
@@ -378,10 +379,10 @@ class Run:
             found: dict[str, str] = {}
             for those, left_out in ((NO_STORE, ""), (("delete",), REPLICATION)):
                 wanted = self._marks([recipe for recipe in private if recipe.kind in those])
-                found |= await asyncio.to_thread(found_in, self._system.store, wanted, left_out)
-                for name, path in list(found.items()):
-                    if left_out and not await asyncio.to_thread(self._must_be_gone, path, wanted[name]):
-                        del found[name]
+                there = await asyncio.to_thread(found_in, self._system.store, wanted, left_out)
+                for name, path in there.items():
+                    if not left_out or await asyncio.to_thread(self._must_be_gone, path, wanted[name]):
+                        found[name] = path
             if not found or time.monotonic() > deadline:
                 return [f"{name} in {path}" for name, path in sorted(found.items())]
             await asyncio.sleep(2)
@@ -408,7 +409,7 @@ class Run:
             wanted[f"{recipe.name}: tokens of its prompt"] = tokens = pack_tokens(ids[-MARKED_TOKENS - 2 : -2])
             wanted[f"{recipe.name}: tokens of its packed prompt"] = tokens[::4]  # their lowest bytes
             shown = self._expected[recipe.name].choices[0].text
-            if recipe.kind in NO_STORE:
+            if recipe.kind in NO_STORE and len(shown) >= FEWEST_SHOWN:
                 wanted[f"{recipe.name}: words of its answer"] = shown[:40].encode()
         return wanted
 
