@@ -483,7 +483,7 @@ class RequestTable:
 
     def mark_ended(self, request_id: str, attempt: int) -> None:
         """This attempt and earlier ones are over."""
-        self.ended[request_id] = attempt
+        self.ended[request_id] = max(attempt, self.ended.get(request_id, attempt))
         self._cancelled.pop(request_id, None)
         if len(self.ended) > REMEMBERED:
             self.ended.popitem(last=False)

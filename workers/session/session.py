@@ -347,7 +347,7 @@ class WorkerSession:
     async def _revoke(self, revoke: jobs.Revoke) -> None:
         """A router placed the request elsewhere: drop this attempt without an event."""
         name, attempt = revoke.request, revoke.attempt
-        self.requests.mark_ended(name, max(attempt, self.requests.ended.get(name, -1)))
+        self.requests.mark_ended(name, attempt)
         running, ending = self.requests.running.get(name), self.requests.ending.get(name)
         if running is not None and running.attempt <= attempt:
             self.requests.remove(running)
