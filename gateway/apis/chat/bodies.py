@@ -220,6 +220,7 @@ class TextOptions(SamplingOptions, frozen=True, kw_only=True):
     guided_whitespace_pattern: str | None = None
     grammar_lazy: bool | None = None
     use_beam_search: bool | None = None
+    logprob_token_ids: list[int] | None = None
     logits_processors: (
         Annotated[list[ProcessorOptions], Meta(max_length=MAX_PROCESSORS, description="applied in this order")] | None
     ) = None
@@ -325,6 +326,7 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     audio: Any = None
     best_of: int | None = None
     web_search_options: Any = None
+    echo: bool | None = None
     max_thinking_tokens: (
         Annotated[int, Meta(ge=0, le=1 << 31, description="tokens of reasoning, which is then ended")] | None
     ) = None
@@ -402,6 +404,10 @@ def check_chat(body: ChatCompletionRequest) -> None:
         raise unsupported("modalities", "audio and modalities other than 'text' are not supported")
     if body.web_search_options is not None:
         raise unsupported("web_search_options", "web_search_options is not supported: Penstock searches nothing")
+    if body.echo and body.messages[-1].role == "assistant":
+        raise unsupported(
+            "echo", "echo is not supported in chats; put the last message in front of the answer yourself"
+        )
     for number, message in enumerate(body.messages):
         if message.role not in ROLES and not _is_word(message.role):
             at = f"messages[{number}].role"
@@ -459,6 +465,11 @@ def _check_related(body: ChatCompletionRequest | CompletionRequest, max_tokens: 
         names = ("use_beam_search", "guided_whitespace_pattern", "grammar_lazy")
         name = next(name for name in names if getattr(body, name))
         raise unsupported(name, f"{name} is not supported; leave it out")
+    if body.logprob_token_ids:
+        raise unsupported(
+            "logprob_token_ids",
+            f"logprob_token_ids is not supported; ask for up to {MAX_LOGPROBS} of the most likely tokens",
+        )
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; it must not exceed max_tokens ({max_tokens})")
     if body.truncate_prompt_tokens == 0:

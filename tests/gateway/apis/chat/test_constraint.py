@@ -101,6 +101,7 @@ def test_without_a_constraint_nothing_is_asked_of_workers(context: PrepareContex
         ({"best_of": 2}, "best_of", "unless it equals n"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
         ({"grammar_lazy": True}, "grammar_lazy", "not supported"),
+        ({"logprob_token_ids": [7]}, "logprob_token_ids", "up to 20"),
         ({"logits_processors": [{"name": CONSTRAINT}]}, "logits_processors[0].name", "no worker"),
     ],
 )
@@ -126,6 +127,14 @@ def test_constraints_that_are_known_and_not_served_are_refused_in_chats(context:
         error = refusal(chat, context, **options)
         assert (error.code, error.param) == (Code.unsupported, next(iter(options)))
     assert chat(context, best_of=1, use_beam_search=False, web_search_options=None).request.constraint is None
+
+
+def test_a_chat_may_ask_for_an_echo_where_there_is_nothing_to_repeat(context: PrepareContext) -> None:
+    assert chat(context, echo=True, logprob_token_ids=[])
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    error = refusal(chat, context, echo=True, messages=said)
+    assert (error.code, error.param) == (Code.unsupported, "echo")
+    assert chat(context, echo=False, messages=said)
 
 
 CALL = {"begin": "<function=get>", "end": "</function>", "schema": {"type": "object", "required": ["a"]}}
