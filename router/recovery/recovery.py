@@ -311,7 +311,8 @@ class Recovery:
                     await self._resume_together(address, group, lost=lost)
             finally:
                 for pending in batch:
-                    self.resuming.pop(pending.request.id, None)
+                    if self.resuming.get(pending.request.id) is pending:  # else it was deferred, and has come again
+                        del self.resuming[pending.request.id]
         await self._top_up()
 
     async def _resume_together(self, address: str, group: list[PendingRequest], *, lost: bool) -> None:

@@ -903,6 +903,35 @@ async def test_requests_that_resume_are_read_together_and_one_that_cannot_be_rea
     assert passes == [[asked.id for asked in all_asked], [all_asked[3].id]]
 
 
+async def test_a_request_that_comes_again_while_others_of_its_batch_are_placed_stays_known(
+    pipeline: Subjects, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was placed without space for it, and delivered again."""
+    resuming, later = one.router.recovery, asyncio.Event()
+    first, second = (request(id=new_request_id(), interrupted_attempt=1) for _ in range(2))
+    subject = pipeline.request(first.model, first.priority.value, first.id)
+    deferred, known = PassedOn(subject, wire.encode(first), "$JS.ACK.s.c.1.1.1.1.0"), list[bool]()
+
+    async def place(pending: PendingRequest) -> bool:
+        if pending.request.id == first.id and not later.is_set():
+            later.set()
+            await one.router.on_request(deferred)
+        return True
+
+    async def read_again(*args: Any) -> dict[str, str]:
+        known.append(first.id in resuming.resuming)
+        return {first.id: "not yet"}
+
+    async with resuming._resume_turn:
+        for asked in (first, second):
+            await one.router.on_request(deferred._replace(data=wire.encode(asked)))
+        monkeypatch.setattr(resuming, "_place", place)
+    await asyncio.wait_for(later.wait(), 10)
+    monkeypatch.setattr(recovery, "_read_progress", read_again)
+    await eventually(lambda: bool(known))
+    assert known == [True]
+
+
 class Cut(Generic[T]):
     """Runs a coroutine that is cancelled where it would wait for the time numbered ``at``; None: it ended before."""
 
