@@ -119,7 +119,7 @@ class OutputStream:
             return
         with self._lock:
             left = memoryview(b"\n" + data if self._cut else data)
-            waits = 0 if self._lost or time.monotonic() < self._wait_from else self.WAIT_MS
+            waits = may_wait = 0 if self._lost or time.monotonic() < self._wait_from else self.WAIT_MS
             while left and self._poll.poll(waits):
                 try:
                     left = left[os.write(self._to, left[: self._most]) :]
@@ -132,7 +132,7 @@ class OutputStream:
                 except OSError:
                     break
                 self._cut = bool(left)
-            if left and waits:
+            if left and may_wait:
                 self._wait_from = time.monotonic() + self.AGAIN_S
             lost, self._lost = self._lost, self._lost + 1 if left else 0
         if lost and not left:

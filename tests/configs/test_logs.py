@@ -5,9 +5,12 @@ import io
 import json
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import IO
 
+import pytest
 import structlog
 
 from penstock.configs.logs import OutputStream, setup
@@ -161,6 +164,29 @@ def test_a_reader_that_reads_slowly_is_not_waited_for_each_time_it_has_read() ->
         assert len(missed) == rounds
         while not out._lost:
             out.write("x" * 1000 + "\n")
+    os.close(reading)
+    file.close()
+
+
+def test_a_terminal_that_takes_bytes_and_no_line_break_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, file = pipe()
+    pauses: list[float] = []
+    real, full = os.write, False
+
+    def write(fd: int, data: bytes) -> int:
+        if full and fd == out._to:
+            raise BlockingIOError
+        return real(fd, data)
+
+    out = OutputStream(file)
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr("penstock.configs.logs.time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    for _ in range(3):
+        full = True
+        out.write("lost\n")
+        full = False
+        out.write("taken\n")
+    assert len(pauses) == out.WAIT_MS
     os.close(reading)
     file.close()
 
