@@ -8,7 +8,6 @@ it begins. Small differences are not corrected: they are within ``CLOCK_SKEW_NS`
 import asyncio
 import datetime
 import json
-import sys
 import time
 from collections.abc import Callable
 
@@ -26,12 +25,8 @@ ASK_S = 2.0
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
-def _running_ns() -> int:
-    """Since this machine was started. It counts while the machine sleeps, too, where the system can say so."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic_ns()
-
-
-_STARTED_NS = time.time_ns() - _running_ns()
+_RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # they count while the machine sleeps, too
+_STARTED_NS = time.time_ns() - time.clock_gettime_ns(_RUNNING)
 
 
 def steady_ns() -> int:
@@ -39,7 +34,7 @@ def steady_ns() -> int:
 
     By a clock that is set by an hour, the deadlines of all open requests would pass.
     """
-    return _STARTED_NS + _running_ns()
+    return _STARTED_NS + time.clock_gettime_ns(_RUNNING)
 
 
 class BrokerClock:
