@@ -12,7 +12,7 @@ from penstock.gateway.grammars.writer import ANY_TEXT, CannotExpress, GrammarWri
 from penstock.infra.constraints.constraint_grammar import quoted
 from penstock.infra.constraints.lark_expression import slashed
 from penstock.infra.constraints.llguidance_releases import ESCAPES
-from penstock.infra.constraints.schema_rewriting import kinds, resolved, texts
+from penstock.infra.constraints.schema_rewriting import RootSchema, kinds, resolved, texts
 from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat
 from penstock.schemas.requests import Constraint
 
@@ -68,8 +68,9 @@ def by_property(writer: GrammarWriter, schema: dict[str, Any], pieces: Pieces, *
     if any(not _KEY.fullmatch(key) for key in properties):
         raise CannotExpress("this model's format has no place for a property with such a name")
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    document = RootSchema(schema)
     arguments = [
-        (key in required, _argument(writer, key, value, schema, shared, pieces, strict=strict))
+        (key in required, _argument(writer, key, value, document, shared, pieces, strict=strict))
         for key, value in properties.items()
     ]
     # Two chains of rules from the last argument to the first: with and without one before.
@@ -86,7 +87,7 @@ def _argument(
     writer: GrammarWriter,
     key: str,
     schema: Any,
-    root: dict[str, Any],
+    document: RootSchema,
     shared: dict[str, Any],
     pieces: Pieces,
     *,
@@ -94,14 +95,14 @@ def _argument(
 ) -> str:
     """
     Args:
-        root: schema of all arguments.
+        document: schema of all arguments.
         shared: its definitions.
     """
-    found = kinds(schema, root)
+    found = kinds(schema, document)
     end = pieces.text_end(key)
     if end and "string" in found <= ({"string"} if pieces.typed else {"string", "null"}):
         lead = writer.literal(pieces.lead(key, "string"))
-        return writer.rule(f"{lead} {_text(writer, schema, root, end, strict=strict)}")
+        return writer.rule(f"{lead} {_text(writer, schema, document, end, strict=strict)}")
     whole = schema | shared if isinstance(schema, dict) else schema
     escapes = {} if end else ESCAPES
     value = f"{writer.json(whole, lenient=not strict, **escapes)} {writer.literal(end)}".strip()
@@ -112,10 +113,10 @@ def _argument(
     return writer.rule(f"({' | '.join(map(writer.literal, leads))}) {value}")
 
 
-def _text(writer: GrammarWriter, schema: dict[str, Any], root: dict[str, Any], end: str, *, strict: bool) -> str:
+def _text(writer: GrammarWriter, schema: dict[str, Any], document: RootSchema, end: str, *, strict: bool) -> str:
     """A text, or null where the schema allows it, without quotes, and ``end`` behind it."""
     try:
-        alternatives = texts(schema, root)
+        alternatives = texts(schema, document)
     except ValueError as error:
         if strict:
             raise CannotExpress(f"this model writes texts without quotes: {error}, which is not supported") from None
@@ -180,7 +181,7 @@ def notation_object(writer: GrammarWriter, schema: dict[str, Any], quote: str, *
 class _Notation:
     def __init__(self, writer: GrammarWriter, root: dict[str, Any], quote: str, *, strict: bool) -> None:
         self._writer = writer
-        self._root = root
+        self._document = RootSchema(root)
         self._quote = quote
         self._strict = strict
         self._free = ""
@@ -206,13 +207,13 @@ class _Notation:
 
     def _value(self, schema: Any, depth: int) -> str:
         if isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
-            schema = resolved(reference, self._root)
+            schema = resolved(reference, self._document.root)
         if not isinstance(schema, dict) or depth > _DEEPEST:
             return self._any()
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and values:
             return self._writer.rule(" | ".join(self._fixed(each) for each in values))
-        found = kinds(schema, self._root)
+        found = kinds(schema, self._document)
         ways = []
         if "string" in found:
             ways.append(self._text(schema))

@@ -19,17 +19,29 @@ _DEPTH = 32  # nested references and combinations
 _ASIDE = ("title", "description", "default", "examples", "$comment", "deprecated", "$defs", "definitions")
 
 
-def kinds(schema: Any, root: Any, depth: int = _DEPTH) -> frozenset[str]:
+class RootSchema:
+    """A whole schema, to resolve the references in its parts. Each is followed once, however often it is asked for."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.kinds: dict[str, frozenset[str]] = {}  # by reference
+        self.texts: dict[str, list[Schema] | None] = {}  # by reference; None: it leads to itself
+
+
+def kinds(schema: Any, document: RootSchema, depth: int = _DEPTH) -> frozenset[str]:
     """The types that a value may have. Integers count as numbers. An unclear schema allows all types.
 
     Args:
-        root: the whole document, to resolve references.
+        schema: a part of the document.
     """
     if not isinstance(schema, dict) or depth <= 0:
         return ALL
     found = ALL
     if isinstance(reference := schema.get("$ref"), str):
-        found &= kinds(resolved(reference, root), root, depth - 1)
+        if reference not in document.kinds:
+            document.kinds[reference] = ALL  # where it leads to itself
+            document.kinds[reference] = kinds(resolved(reference, document.root), document, depth - 1)
+        found &= document.kinds[reference]
     if isinstance(given := schema.get("type"), str | list):
         named = [given] if isinstance(given, str) else given
         found &= {"number" if each == "integer" else each for each in named if isinstance(each, str)}
@@ -38,14 +50,14 @@ def kinds(schema: Any, root: Any, depth: int = _DEPTH) -> frozenset[str]:
     if isinstance(values := schema.get("enum"), list):
         found &= {_kind(each) for each in values}
     for part in _list(schema, "allOf"):
-        found &= kinds(part, root, depth - 1)
+        found &= kinds(part, document, depth - 1)
     for key in ("anyOf", "oneOf"):
         if parts := _list(schema, key):
-            found &= frozenset[str]().union(*(kinds(part, root, depth - 1) for part in parts))
+            found &= frozenset[str]().union(*(kinds(part, document, depth - 1) for part in parts))
     return found
 
 
-def texts(schema: Any, root: Any, depth: int = _DEPTH) -> list[Schema]:
+def texts(schema: Any, document: RootSchema, depth: int = _DEPTH) -> list[Schema]:
     """A schema of text or null as a list of alternatives without references and combinations.
 
     Raises:
@@ -56,16 +68,31 @@ def texts(schema: Any, root: Any, depth: int = _DEPTH) -> list[Schema]:
     if depth <= 0:
         raise ValueError("its references are too deep")
     found: list[Schema] = [{key: value for key, value in schema.items() if key not in _REFERRING + _ASIDE}]
-    together = [resolved(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
-    for part in (*together, *_list(schema, "allOf")):
-        found = [_both(each, other) for each in found for other in texts(part, root, depth - 1)]
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in document.texts:
+            document.texts[reference] = None
+            document.texts[reference] = texts(resolved(reference, document.root), document, depth - 1)
+        if (named := document.texts[reference]) is None:
+            raise ValueError("its references are too deep")
+        found = _each_with(found, named)
+    for part in _list(schema, "allOf"):
+        found = _each_with(found, texts(part, document, depth - 1))
     for key in ("anyOf", "oneOf"):
         if parts := _list(schema, key):
-            others = [other for part in parts for other in texts(part, root, depth - 1)]
-            found = [_both(each, other) for each in found for other in others]
-    if len(found) > _MOST:
-        raise ValueError("it has too many alternatives")
+            others: list[Schema] = []
+            for part in parts:
+                others += texts(part, document, depth - 1)
+                if len(others) > _MOST:
+                    break
+            found = _each_with(found, others)
     return found
+
+
+def _each_with(found: list[Schema], others: list[Schema]) -> list[Schema]:
+    """The schemas of values that one of each list allow."""
+    if len(found) * len(others) > _MOST:
+        raise ValueError("it has too many alternatives")
+    return [_both(each, other) for each in found for other in others]
 
 
 _REFERRING = ("$ref", "allOf", "anyOf", "oneOf")
@@ -160,19 +187,25 @@ def rewritten(schema: Any) -> Any:
     Raises:
         ValueError: the compiler would accept a keyword, but not enforce it.
     """
-    return _rewritten(_with_names(schema, schema))
+    return _rewritten(_with_names(schema, RootSchema(schema)))
 
 
-def _with_names(part: Any, root: Any) -> Any:
+def _alike(parts: list[Any], document: RootSchema) -> bool:
+    """Whether two parts may have a value of the same type."""
+    found = [kinds(part, document) for part in parts]
+    return sum(map(len, found)) > len(frozenset[str]().union(*found))
+
+
+def _with_names(part: Any, document: RootSchema) -> Any:
     """Resolve references and combinations in ``propertyNames``, where that is possible."""
     if isinstance(part, list):
-        return [_with_names(each, root) for each in part]
+        return [_with_names(each, document) for each in part]
     if not isinstance(part, dict):
         return part
-    out = {key: value if key in _NO_SCHEMA else _with_names(value, root) for key, value in part.items()}
+    out = {key: value if key in _NO_SCHEMA else _with_names(value, document) for key, value in part.items()}
     names = part.get("propertyNames")
     if isinstance(names, dict) and names.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
-        alternatives = texts(names, root)
+        alternatives = texts(names, document)
         if len(alternatives) == 1:
             out["propertyNames"] = alternatives[0]
         elif all(each.keys() <= {"enum", "const", "type"} and each.keys() & {"enum", "const"} for each in alternatives):
@@ -181,19 +214,24 @@ def _with_names(part: Any, root: Any) -> Any:
     return out
 
 
-def _rewritten(schema: Any) -> Any:
+def _rewritten(schema: Any, *, exact: bool = False) -> Any:
+    """
+    Args:
+        exact: allow no less, because the compiler has to see whether parts of a ``oneOf`` exclude each other.
+    """
     if not isinstance(schema, dict):
         return schema
     out = {key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL}
     for key in _MAPS:
         if isinstance(out.get(key), dict):
-            out[key] = {name: _rewritten(value) for name, value in out[key].items()}
+            out[key] = {name: _rewritten(value, exact=exact) for name, value in out[key].items()}
     for key in _LISTS:
         if isinstance(out.get(key), list):
-            out[key] = [_rewritten(value) for value in out[key]]
+            within = exact or (key == "oneOf" and _alike(out[key], RootSchema({})))
+            out[key] = [_rewritten(value, exact=within) for value in out[key]]
     for key in _SINGLE:
         if key in out:
-            out[key] = _rewritten(out[key])
+            out[key] = _rewritten(out[key], exact=exact)
     for key in _COUNTS:
         if isinstance(value := out.get(key), float) and value.is_integer():
             out[key] = int(value)
@@ -202,9 +240,9 @@ def _rewritten(schema: Any) -> Any:
     if isinstance(kind := out.get("format"), str) and kind not in _FORMATS:
         del out["format"]
     _bounds(out)
-    _sizes(out)
-    _exactly_one(out, schema)
-    _conditions(out)
+    _sizes(out, exact=exact)
+    _exactly_one(out, schema, exact=exact)
+    _conditions(out, exact=exact)
     _negations(out)
     _declared(out)
     _property_names(out)
@@ -247,7 +285,7 @@ def _bounds(schema: Schema) -> None:
             schema[key] = _LARGEST * sign
 
 
-def _sizes(schema: Schema) -> None:
+def _sizes(schema: Schema, *, exact: bool) -> None:
     """Rewrite ``minProperties`` and ``maxProperties``, which the compiler takes only where no property is optional."""
     declared, required = schema.get("properties"), schema.get("required", ())
     if not isinstance(declared, dict) or not isinstance(required, list | tuple):
@@ -261,7 +299,12 @@ def _sizes(schema: Schema) -> None:
     needed = {*required}
     optional = [name for name in declared if name not in needed]
     more = least - len(needed)
-    if not optional or more > len(optional) or (more > 0 and math.comb(len(optional), more) > _MOST_CHOICES):
+    if (
+        not optional
+        or (exact and more > 0)
+        or more > len(optional)
+        or (more > 0 and math.comb(len(optional), more) > _MOST_CHOICES)
+    ):
         return
     del schema["minProperties"]
     if more > 0:
@@ -272,13 +315,13 @@ def _also(schema: Schema, *others: Any) -> None:
     schema["allOf"] = [*schema.get("allOf", ()), *others]
 
 
-def _conditions(schema: Schema) -> None:
+def _conditions(schema: Schema, *, exact: bool) -> None:
     """Rewrite ``if`` with ``then`` and ``else``. Alone, they mean nothing and are removed."""
     if "if" not in schema or not schema.keys() & {"then", "else"}:
         for key in ("if", "then", "else"):
             schema.pop(key, None)
         return
-    condition, opposite = _rewritten(schema["if"]), negated(schema["if"])
+    condition, opposite = _rewritten(schema["if"], exact=exact), negated(schema["if"])
     if opposite is None:
         return
     del schema["if"]
@@ -286,7 +329,7 @@ def _conditions(schema: Schema) -> None:
     _also(schema, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [opposite, otherwise]}]})
 
 
-def _exactly_one(schema: Schema, original: Schema) -> None:
+def _exactly_one(schema: Schema, original: Schema, *, exact: bool) -> None:
     """Rewrite ``oneOf`` as each part without the others, if those can be negated. Else it is left to the compiler."""
     parts = original.get("oneOf")
     if not isinstance(parts, list) or not 1 < len(parts) <= _MOST_PARTS:
@@ -296,7 +339,7 @@ def _exactly_one(schema: Schema, original: Schema) -> None:
         return
     del schema["oneOf"]
     alone = [
-        {"allOf": [_rewritten(part), *(each for other, each in enumerate(opposites) if other != number)]}
+        {"allOf": [_rewritten(part, exact=exact), *(each for other, each in enumerate(opposites) if other != number)]}
         for number, part in enumerate(parts)
     ]
     _also(schema, {"anyOf": alone})
@@ -338,7 +381,7 @@ def negated(schema: Any) -> Any:
             return None
         return {"anyOf": [{"type": "object", "required": [n], "properties": {n: part}} for n, part in parts]}
     if key == "not":
-        return _rewritten(value)
+        return _rewritten(value, exact=True)
     if key == "const" and isinstance(value, bool):
         return {"anyOf": [{"const": not value}, {"type": [kind for kind in _TYPES if kind != "boolean"]}]}
     if key in ("anyOf", "allOf"):

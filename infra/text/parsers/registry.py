@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from penstock.infra.constraints.schema_rewriting import kinds
+from penstock.infra.constraints.schema_rewriting import RootSchema, kinds
 from penstock.infra.text.detokenizer import Detokenizer, StopSearch, TextStream
 from penstock.infra.text.parsers import reader
 from penstock.infra.text.parsers.answer_parser import AnswerFormat, AnswerParser, ThoughtMarks
@@ -228,7 +228,8 @@ def _text_parameters(tools: Iterable[dict[str, Any]], *, every: bool) -> TextPar
         parameters = function.get("parameters") if isinstance(function, dict) else None
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         if isinstance(properties, dict) and isinstance(name := function.get("name"), str):
-            found = {key: kinds(schema, parameters) for key, schema in properties.items()}
+            document = RootSchema(parameters)
+            found = {key: kinds(schema, document) for key, schema in properties.items()}
             texts = {key: "null" in each for key, each in found.items() if "string" in each <= {"string", "null"}}
             if every:
                 texts = {key: "string" in each for key, each in found.items()}

@@ -102,6 +102,20 @@ def test_whatever_the_library_raises_is_an_error_about_the_constraint(
         form(Constraint(kind, text))
 
 
+NARROW = (  # a value of both, without what the compiler sees that they exclude each other by
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1},
+    {"type": "object", "properties": {"a": {"type": "string"}, "e": {}}, "required": ["e"]},
+)
+
+
+def test_what_is_allowed_less_excludes_nothing_in_a_one_of() -> None:
+    within = {"oneOf": [{"properties": {"x": each}, "required": ["x"]} for each in NARROW]}
+    for schema in ({"oneOf": [*NARROW]}, within):
+        with pytest.raises(ConstraintError, match="oneOf"):
+            accepts(schema, {"e": 1, "b": 2})
+    assert accepts({"oneOf": [NARROW[0], {"type": "null"}]}, {"a": 1})
+
+
 def accepts(schema: Any, value: Any) -> bool:
     matcher = constraint_grammar.compiled(
         Constraint(JSON_SCHEMA, json.dumps(schema)), constraint_grammar.byte_tokenizer(0, ())

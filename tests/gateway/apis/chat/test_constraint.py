@@ -13,6 +13,11 @@ from tests.gateway.apis.chat.test_prepare import chat, refusal, text
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
+MANY_ENDS = {
+    "type": "tag", "begin": "a", "end": ["b"] * 500, "content": {"type": "any_text", "excludes": ["b"] * 500},
+}  # fmt: skip
+
+
 def named(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": schema}}
 
@@ -95,6 +100,8 @@ def test_without_a_constraint_nothing_is_asked_of_workers(context: PrepareContex
         ({"structural_tag": "nothing"}, "structural_tag", "not JSON"),
         ({"structural_tag": {"structures": []}}, "structural_tag", "structures"),
         ({"structural_tag": {"format": {"type": "grammar", "grammar": "x"}}}, "structural_tag", "not supported"),
+        ({"structural_tag": {"format": {"type": "const_string", "value": "a" * MAX_BYTES}}}, "structural_tag", "limit"),
+        ({"structural_tag": {"format": MANY_ENDS}}, "structural_tag", str(MAX_BYTES)),
         ({"structured_outputs": {"structural_tag": {"format": 3}}}, "structured_outputs.structural_tag", "format"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "structures"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
