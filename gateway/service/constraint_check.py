@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.gateway.apis.chat.constraint import STRUCTURAL_TAG, Wanted
 from penstock.gateway.grammars.calls import Tool
-from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter
+from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter, LargeGrammar
 from penstock.infra.byte_cache import ByteCache
 from penstock.infra.constraints import constraint_grammar
 from penstock.infra.constraints.trials import ConstraintTrials, Trial, TrialsBusy, digest_of
@@ -113,7 +113,7 @@ class _Search:
         writer = GrammarWriter(lambda mark: None)
         try:
             text = writer.text(writer.json(schema, lenient=not tool.strict))
-        except CannotExpress as error:
+        except (CannotExpress, LargeGrammar) as error:
             return str(error)
         return await self._check.reason(Constraint(constraint_grammar.LARK, text), self._tenant)
 
