@@ -14,7 +14,7 @@ import msgspec
 from penstock.schemas import requests, wire
 from penstock.schemas.cells import guest_in, is_cell
 from penstock.schemas.jobs import EarlierWorker
-from penstock.schemas.requests import GenerateRequest, Parsing
+from penstock.schemas.requests import GenerateRequest, Parsing, ThoughtTokens
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_CRASHED, HEADER_RETURNED
 from penstock.schemas.tokens import COUNTS, FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from penstock.schemas.trace import Stamps, Trace
@@ -92,12 +92,26 @@ def reasoning_tokens(parsing: Parsing | None, output: bytes) -> int:
         return 0
     if parsing.thoughts is None:
         return -1
-    if not parsing.thinking:  # white space may come before the mark
+    begun = parsing.thinking
+    if not begun and not parsing.prefilled:  # white space may come before the mark
         first = wire.unpack_tokens(output[: 2 * wire.TOKEN_BYTES])
-        if parsing.prefilled or not any(token in parsing.thoughts.opening for token in first):
-            return 0
-    ends = [at for token in parsing.thoughts.closing if (at := _position(output, token)) >= 0]
-    return min(ends) + 1 if ends else len(output) // wire.TOKEN_BYTES
+        begun = first[0] not in parsing.thoughts.closing and any(token in parsing.thoughts.opening for token in first)
+    end = 0
+    if begun:
+        ends = [at for token in parsing.thoughts.closing if (at := _position(output, token)) >= 0]
+        end = min(ends) + 1 if ends else len(output) // wire.TOKEN_BYTES
+    again = parsing.thoughts.again and not parsing.joined
+    return end + (_later(parsing.thoughts, output[end * wire.TOKEN_BYTES :]) if again else 0)
+
+
+def _later(thoughts: ThoughtTokens, output: bytes) -> int:
+    """Tokens of the reasoning behind content, with its marks."""
+    count, within = 0, False
+    for token in wire.unpack_tokens(output):
+        if within or token in thoughts.opening:
+            count += 1
+            within = token not in thoughts.closing
+    return count
 
 
 def _position(output: bytes, token: int) -> int:

@@ -174,6 +174,7 @@ class ThoughtTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
     opening: tuple[int, ...] = ()
     closing: tuple[int, ...] = ()
+    again: bool = False  # there may be more reasoning behind content
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):

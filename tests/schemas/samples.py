@@ -397,6 +397,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
+    "request_with_more_reasoning_behind_content": (
+        msgspec.structs.replace(
+            REQUEST, parsing=requests.Parsing("mistral", thoughts=requests.ThoughtTokens((34,), (35,), again=True))
+        ),
+        requests.decode,
+    ),
     "request_for_vectors": (
         requests.GenerateRequest(
             "r",

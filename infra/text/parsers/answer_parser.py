@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.infra.text.parsers.delta_builder import BEGUN, CLOSED, REASONING, Delta, DeltaBuilder
+from penstock.infra.text.parsers.delta_builder import BEGUN, CLOSED, LAYOUT, REASONING, Delta, DeltaBuilder
 from penstock.infra.text.parsers.families import Thoughts
 from penstock.infra.text.parsers.harmony import HarmonyMarks, read_harmony
 from penstock.infra.text.parsers.reader import NONE, SPACE, TOKEN, Markers, Marks, Reader, Steps
@@ -58,8 +58,7 @@ def read_reasoning(
     opening = yield from reader.literal(*tags.opening)
     if not opening and not in_reasoning:
         if stray := (yield from reader.literal(*tags.closing)):  # of thoughts that the prompt has closed
-            yield from _close(reader, deltas, tags, stray, joined=joined)
-            deltas.thought = 0
+            yield from _close(reader, deltas, tags, stray, joined=joined, thought=0)
         else:
             deltas.content(space)
         return ""
@@ -92,17 +91,24 @@ def read_reasoning(
     return ""
 
 
-def _close(reader: Reader, deltas: DeltaBuilder, tags: ThoughtMarks, mark: str, *, joined: bool) -> Steps[None]:
-    deltas.thought = CLOSED
+def _close(
+    reader: Reader, deltas: DeltaBuilder, tags: ThoughtMarks, mark: str, *, joined: bool, thought: int = CLOSED
+) -> Steps[None]:
+    deltas.thought = thought
     if joined:
         deltas.verbatim(mark)
         return
     deltas.end_reasoning()
     while tags.repeated:
-        deltas.content((yield from reader.space()))
+        yield from reader.scan(_space, deltas.content)
         if not (yield from reader.literal(*tags.repeated)):
             return
         deltas.skip()
+
+
+def _space(text: str, at: int) -> tuple[int, bool]:
+    end = len(text) - len(text[at:].lstrip(SPACE))
+    return end, end < len(text)
 
 
 def _drop(text: str) -> None:
@@ -222,7 +228,7 @@ class AnswerParser:
         if self._deltas.thought or last == REASONING:
             self.reasoning_tokens += 1 + self._unassigned
             self._unassigned = 0
-        elif last:
+        elif last or self._deltas.grew & LAYOUT:
             self._unassigned = 0
         else:
             self._unassigned += 1

@@ -183,7 +183,7 @@ def _answer_marks(reasoning: str, tools: str, detokenizer: Detokenizer) -> Answe
     by_char = {char: token for token, char in shown.items()}
     if tags is not None and by_char.keys() >= {*tags.opening, *tags.closing}:
         opening, closing = (tuple(by_char[mark] for mark in each) for each in (tags.opening, tags.closing))
-        thoughts = ThoughtTokens(opening, closing)
+        thoughts = ThoughtTokens(opening, closing, tags.again)
     return AnswerMarks(marks, shown, ids, thoughts)
 
 

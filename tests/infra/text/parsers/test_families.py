@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -29,7 +29,9 @@ from penstock.infra.text.parsers.families import (
 )
 from penstock.infra.text.parsers.reader import NONE, TOKEN, Marks
 from penstock.infra.text.parsers.registry import answer_marks, parser_for, stop_search, text_stream
-from penstock.schemas.requests import GenerateRequest, Parsing, Stop
+from penstock.schemas.done import reasoning_tokens
+from penstock.schemas.requests import GenerateRequest, Parsing, Stop, ThoughtTokens
+from penstock.schemas.wire import pack_tokens
 from tests.infra.text.parsers.test_parsers import added, at_once, reader
 from tests.properties import examples
 from tests.tiny_model import byte_level_json
@@ -193,11 +195,19 @@ def test_more_thoughts_may_follow_content(row: Family) -> None:
     assert (content, said, len(calls)) == ("I look.", "Two.", len(CALLED))
     spelled = "It writes " + row.thoughts.opening[0] + " and " + row.thoughts.closing[0]
     assert in_any_cut(row, spelled, marks, reasoning=row.name) == (spelled, None, ())
-    request = GenerateRequest("r-1", "m", "g", b"", Stop(999), 0, 0, parsing=Parsing(row.name))
-    parser = parser_for(request, 0, marks)
-    for token in (opening, "a", closing, "b", "c", opening, "d", closing, "e"):
-        parser.push(token)
-    assert parser.reasoning_tokens == 6
+
+
+@examples(200)
+@given(st.lists(st.sampled_from([1, 2, 3]), max_size=12), st.booleans(), st.booleans())
+def test_the_record_counts_more_thoughts_as_the_parser_does(tokens: list[int], thinking: bool, joined: bool) -> None:
+    assume(tokens[:2] != [3, 1])  # a token before the first mark is taken for white space
+    marks = Marks(("[/THINK]", "[THINK]"))
+    texts = {1: marks.char("[THINK]"), 2: marks.char("[/THINK]"), 3: "a"}
+    parsing = Parsing("mistral", thinking=thinking, joined=joined, thoughts=ThoughtTokens((1,), (2,), again=True))
+    parser = parser_for(GenerateRequest("r-1", "m", "g", b"", Stop(999), 0, 0, parsing=parsing), 0, marks)
+    for token in tokens:
+        parser.push(texts[token])
+    assert reasoning_tokens(parsing, pack_tokens(tokens)) == parser.reasoning_tokens
 
 
 @pytest.mark.parametrize("row", [row for row in WITH_CALLS if row.thoughts is not None], ids=named)
