@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from penstock.schemas.jobs import Candidate, Decision, Job, Revoke, Stage
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish
-from penstock.workers.engines.engine_protocol import Engine, NodeLost
+from penstock.workers.engines.engine_protocol import Engine, EngineError, NodeLost
 from penstock.workers.run_worker import check_nodes, check_settings, run
 from penstock.workers.runners import token_backend as module
 from penstock.workers.runners.token_backend import build_engine, model_path
@@ -386,6 +388,27 @@ def test_a_worker_whose_transfer_backend_is_broken_does_not_start_and_says_why(
     assert status == EXIT_CONFIG
     assert "start_failed" in said
     assert "NIXL" in said
+
+
+def test_a_broker_that_cannot_be_used_is_reported_while_an_engine_still_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("logs.setup", "sys.setswitchinterval"):
+        monkeypatch.setattr(f"penstock.workers.run_worker.{name}", lambda *given, **named: None)
+    goes_on = threading.Event()
+
+    def load(*_: object) -> Engine:
+        goes_on.wait(60)
+        raise EngineError("nobody waits for it")
+
+    monkeypatch.setattr(module, "build_engine", load)
+    monkeypatch.setattr(module, "JOIN_S", 0.1)
+    monkeypatch.setenv("PENSTOCK_NATS_CREDS", str(tmp_path / "missing"))
+    settings = WorkerSettings(name="w", engine="mock", model=str(TINY), state_dir=str(tmp_path))
+    began = time.monotonic()
+    assert run(settings) == EXIT_START
+    assert time.monotonic() - began < 50, "it waited for the engine"
+    goes_on.set()
 
 
 def test_a_worker_whose_server_is_not_there_yet_ends_so_that_it_is_started_again(

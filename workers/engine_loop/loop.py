@@ -499,6 +499,9 @@ class EngineThread:
         build: makes the engine, in a separate thread.
         engine_loop: what is done with the engine.
         failed: called in the engine thread, once, when the engine is broken.
+
+    Attributes:
+        built: the engine, or what ``build`` raised. It cannot be cancelled.
     """
 
     def __init__(
@@ -510,9 +513,8 @@ class EngineThread:
         self._build = build
         self._engine_loop = engine_loop
         self._failed = failed
-        self._error: BaseException | None = None
-        self._engine: Engine
-        self._ready = threading.Event()
+        self.built: concurrent.futures.Future[Engine] = concurrent.futures.Future()
+        self.built.set_running_or_notify_cancel()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -521,11 +523,7 @@ class EngineThread:
 
     def wait_ready(self, timeout: float | None = None) -> Engine:
         """Block until the engine is built; not in the event loop. Raises what ``build`` raised."""
-        if not self._ready.wait(timeout):
-            raise TimeoutError("the engine is still loading")
-        if self._error is not None:
-            raise self._error
-        return self._engine
+        return self.built.result(timeout)
 
     def join(self, timeout: float) -> bool:
         """Block until the engine is closed, behind ``EngineLoop.stop``; not in the event loop. False: it is not yet."""
@@ -533,13 +531,12 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = self._engine = self._build()
+            engine = self._build()
         except BaseException as error:
-            self._error = error
             self._ended.set()
-            self._ready.set()
+            self.built.set_exception(error)
             return
-        self._ready.set()
+        self.built.set_result(engine)
         try:
             while not self._engine_loop.stopped:
                 pause = self._engine_loop.advance(engine)

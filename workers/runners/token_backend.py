@@ -106,7 +106,8 @@ class TokenBackend:
         """
         assert self._thread is not None
         settings = self._settings
-        engine = self._engine = await asyncio.to_thread(self._thread.wait_ready)
+        # Not in a thread, which would hold the end of a process up whose broker refuses it meanwhile.
+        engine = self._engine = await asyncio.wrap_future(self._thread.built)
         self._info = engine.info
         self.load_seconds = engine.info.load_seconds
         for collector in getattr(engine, "collectors", tuple)():  # the engine's own metrics
