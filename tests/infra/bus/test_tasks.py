@@ -216,6 +216,7 @@ async def test_many_tasks_are_counted_without_a_visit_to_each(monkeypatch: pytes
 
 
 async def test_of_a_few_tasks_those_that_have_ended_do_not_count() -> None:
+    gc.collect()  # of tasks of earlier tests, of which there may be many
     loop = asyncio.get_running_loop()
     before = count_tasks(loop)
     kept = [asyncio.create_task(asyncio.sleep(0)) for _ in range(5)]

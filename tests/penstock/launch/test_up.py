@@ -494,7 +494,7 @@ async def test_output_is_echoed_and_kept_when_asked(tmp_path: Path, capfdbinary:
 async def test_a_child_ends_although_nobody_reads_what_is_echoed_and_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = process(tmp_path, "print('line\\n' * 1_000_000)", echo=True)
+    child = process(tmp_path, "print('line\\n' * 100_000)", echo=True)
     child.log_path = Path("/dev/full")
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "w") as unread:

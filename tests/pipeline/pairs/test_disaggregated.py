@@ -285,7 +285,7 @@ async def test_decode_workers_compute_some_prompts_of_a_burst_and_one_that_is_ki
         found = await registrations(bus)
         return killed not in found and len(found) == 4 and await nothing_held(bus)
 
-    await until(all_serve, "a successor of the killed worker is registered, and nothing is held")
+    await until(all_serve, "a successor of the killed worker is registered, and nothing is held", 90)
 
 
 async def test_a_cancelled_request_frees_both_sides(http: httpx.AsyncClient, bus: Bus) -> None:
