@@ -37,6 +37,7 @@ async def clients(fleet: Deployment) -> AsyncIterator[list[openai.AsyncOpenAI]]:
 
 async def answers(client: openai.AsyncOpenAI) -> bool:
     try:
+        await client.batches.list(limit=1)  # which it reads from the broker after it has begun to answer
         return bool((await client.models.list()).data)
     except AWAY:
         return False

@@ -232,8 +232,7 @@ def test_with_a_draft_head_the_whole_context_is_there_and_its_blocks_are_named(m
     driver = make(override_engine_args='{"speculative_algorithm": "EAGLE3"}')
     assert driver.engine.info.max_model_len == LIMIT
     assert len(driver.answer(ask(0, WORDS[: LIMIT - 10], 10))) == 10
-    driver.idle()
-    assert set(names(WORDS[: LIMIT - 10])) <= set(driver.fold())
+    driver.remembers(WORDS[: LIMIT - 10])
     assert driver.run(ask(1, WORDS[: LIMIT - 50], 2)).cached(1) >= LIMIT - 50 - BLOCK
 
 
