@@ -70,10 +70,10 @@ async def test_a_cell_whose_streams_come_later_holds_no_gateway_up(
 ) -> None:
     monkeypatch.setattr(run_gateway, "CELL_S", 1.0)
     settings = GatewaySettings(
-        nats_url=broker.url("gateway"),
+        nats_url=broker.url("operator"),
         namespace=pipeline.namespace,
         cells=2,
-        cell_nats_urls=(second.url("gateway"),),
+        cell_nats_urls=(second.url("operator"),),
     )
     async with asyncio.timeout(30):
         (home, other) = await run_gateway._links(settings, Stop(bound_s=1.0))
