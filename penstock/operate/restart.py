@@ -244,8 +244,9 @@ async def _restart(buses: Mapping[int, Bus], data_dir: Path, process: Running, t
 async def _until_ready(buses: Mapping[int, Bus], data_dir: Path, name: str, old: int | None, deadline: float) -> None:
     resumed, began = False, time.monotonic()
     while not await _ready(buses, data_dir, name, old):
-        # A worker that has just ended counts as drained a moment later, once its requests are returned.
-        if old is None and not resumed and _is_drained(data_dir, name):
+        # A drained worker counts as drained only once its requests are returned and it has ended: it may have ended
+        # already, or end while it gets the signal to.
+        if not resumed and _is_drained(data_dir, name):
             _resume(data_dir, name)
             resumed = True
         if time.monotonic() > deadline:

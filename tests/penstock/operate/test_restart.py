@@ -121,32 +121,33 @@ async def test_a_failed_restart_says_why(tmp_path: Path) -> None:
         await restart._while_up_runs(tmp_path, fail())
 
 
+@pytest.mark.parametrize("pid", [None, 1 << 22], ids=["it has ended", "it is ending"])
 async def test_a_worker_that_is_known_to_be_drained_a_moment_later_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int | None
 ) -> None:
-    """What it ran is returned first, which takes a moment; until then it is only gone."""
+    """What it ran is returned first, which takes a moment; until then it has only ended, or is ending."""
     from penstock.operate import restart
 
-    def note(*, drained: bool) -> None:
-        running = Running("worker-0", "worker", None, drained=drained)
+    def note(pid: int | None, *, drained: bool) -> None:
+        running = Running("worker-0", "worker", pid, drained=drained)
         state = DeploymentState("http://127.0.0.1:1", "nats://127.0.0.1:1", "", "", "ps", "tiny", (running,))
         write_state(tmp_path / "state.json", state)
 
-    note(drained=False)
+    note(pid, drained=False)
     (process,) = restart._ordered(restart._state(tmp_path), [])
     looks, signals = 0, list[int]()
 
     async def ready(*_: object) -> bool:
         nonlocal looks
         looks += 1
-        note(drained=looks > 1 and not signals)
-        return bool(signals)
+        note(None, drained=looks > 1 and restart.RESUME not in signals)
+        return restart.RESUME in signals
 
     monkeypatch.setattr(restart, "_ready", ready)
     monkeypatch.setattr(restart, "holder", lambda path: 1)
     monkeypatch.setattr(restart.os, "kill", lambda pid, number: signals.append(number))
     await restart._restart({}, tmp_path, process, 10.0)
-    assert signals == [restart.RESUME]
+    assert signals == ([signal.SIGTERM] if pid else []) + [restart.RESUME]
     assert (tmp_path / "resume").read_text() == "worker-0\n"
 
 
