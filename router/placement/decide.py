@@ -121,6 +121,9 @@ class PrefillPool:
         cost: of computing the prompt at a prefill worker.
         weight: of the transfer.
         queue: of a prefill worker, as ``queue_tokens`` returns it.
+
+    Attributes:
+        behind: all workers of some kind have such a queue.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class PrefillPool:
                     lowest[kind] = _Cheapest()
                 lowest[kind].add(target.registration, value)
                 self._queues[kind] = min(queue(target), self._queues.get(kind, float("inf")))
+        self.behind = any(self._queues.values())
 
     def __bool__(self) -> bool:
         """Whether any of these workers can transfer KV, now or later."""
@@ -499,7 +503,7 @@ def _score(
         if registration.role == "decode" and (far or registration.pair_only):
             transfer_blocks = request.prompt_blocks - overlap
             cost = prefills.cheapest(registration, transfer_blocks)
-            if _cheaper_alone(context, target, prefills, cost, transfer_blocks, costs):
+            if prefills.behind and _cheaper_alone(context, target, prefills, cost, transfer_blocks, costs):
                 cost = None
             elif cost is None and prefills.has_full_partner(registration):
                 rejected.append((target, "prefill_full"))
