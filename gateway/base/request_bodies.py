@@ -124,6 +124,32 @@ def model_missing(served: Sequence[str]) -> ServingError:
     return ServingError(Code.invalid_request, f"model is missing; name one of {names}", param="model")
 
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_BACKSLASH, _HIGH, _MOST_LONE = b"\\"[0], b"89abAB", 10_000
+
+
+def without_lone_surrogates(data: bytes) -> bytes:
+    """JSON with U+FFFD for each escape that is half of a UTF-16 pair without the other half.
+
+    JavaScript's clients send one when they cut a text within an emoji, and then again in each later turn.
+    """
+    lone: list[int] = []
+    for found in _SURROGATE.finditer(data):  # a match at a time, since a long one would keep the event loop waiting
+        start = run = found.start()
+        while run and data[run - 1] == _BACKSLASH:
+            run -= 1
+        if (start - run) % 2:  # a backslash, and a text that begins with "u"
+            continue
+        if data[start + 3] not in _HIGH and lone and lone[-1] == start - 6 and data[start - 3] in _HIGH:
+            lone.pop()
+        elif len(lone) == _MOST_LONE:
+            return data
+        else:
+            lone.append(start)
+    kept = zip([0, *(start + 6 for start in lone)], [*lone, len(data)], strict=True)
+    return rb"\ufffd".join(data[begin:end] for begin, end in kept)
+
+
 def decode_body(decode: Any, data: bytes) -> Any:
     """Decode JSON with a typed msgspec decoder.
 
@@ -131,7 +157,14 @@ def decode_body(decode: Any, data: bytes) -> Any:
         ServingError: invalid_request: not JSON in UTF-8, or a field of another type or beyond its limit.
     """
     try:
-        return decode(data)
+        try:
+            return decode(data)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            if (repaired := without_lone_surrogates(data)) == data:
+                raise
+            return decode(repaired)
     except msgspec.ValidationError as error:
         raise _violation(str(error)) from None
     except RecursionError:
