@@ -14,8 +14,12 @@ class TextBlock(Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+# Nothing is verified when a client sends a block back; some send none that has no signature.
+SIGNATURE = "unsigned"
+
+
 class ThinkingBlock(Struct, frozen=True, tag_field="type", tag="thinking"):
-    """``signature`` is empty: nothing has to be verified when a client sends the block back."""
+    """``signature`` is empty where a stream announces the block, and else ``SIGNATURE``."""
 
     thinking: str
     signature: str = ""
@@ -72,6 +76,10 @@ class ThinkingDelta(Struct, frozen=True, tag_field="type", tag="thinking_delta")
 
 class InputDelta(Struct, frozen=True, tag_field="type", tag="input_json_delta"):
     partial_json: str
+
+
+class SignatureDelta(Struct, frozen=True, tag_field="type", tag="signature_delta"):
+    signature: str
 
 
 class MessageEvent(Struct, frozen=True, omit_defaults=True):

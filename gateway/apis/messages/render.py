@@ -72,7 +72,7 @@ class MessageEvents:
         elif change.what == "opened":
             _event(writer, "content_block_start", index=index, content_block=_block(change.segment, empty=True))
         else:
-            _event(writer, "content_block_stop", index=index)
+            _stop(writer, change.segment)
 
     def end(self, writer: EventWriter, answer: SegmentedAnswer) -> None:
         if answer.error is not None:
@@ -80,7 +80,7 @@ class MessageEvents:
                 writer.write(b"error", _json(objects.message_error(answer.error, self._request.id)))
             return
         if answer.segments and not answer.segments[-1].closed:
-            _event(writer, "content_block_stop", index=answer.segments[-1].index)
+            _stop(writer, answer.segments[-1])
         _event(writer, "message_delta", delta=_ended(self._request, answer), usage=_usage(answer))
         _event(writer, "message_stop")
 
@@ -89,12 +89,21 @@ def _event(writer: EventWriter, kind: str, **fields: Any) -> None:
     writer.write(kind.encode(), _json(objects.MessageEvent(kind, **fields)) if writer.wanted else b"")
 
 
+def _stop(writer: EventWriter, segment: Segment) -> None:
+    """The end of a block. Its signature has no number, since earlier builds, which may continue a stream, send none."""
+    if segment.kind == "reasoning" and writer.wanted:
+        delta = objects.SignatureDelta(objects.SIGNATURE)
+        event = objects.MessageEvent("content_block_delta", index=segment.index, delta=delta)
+        writer.write_apart(b"content_block_delta", _json(event))
+    _event(writer, "content_block_stop", index=segment.index)
+
+
 def _block(segment: Segment, *, empty: bool = False) -> objects.Block:
     content = "" if empty else segment.content
     if segment.kind == "text":
         return objects.TextBlock(content)
     if segment.kind == "reasoning":
-        return objects.ThinkingBlock(content)
+        return objects.ThinkingBlock(content, "" if empty else objects.SIGNATURE)
     return objects.ToolUseBlock(segment.call_id, segment.name, {} if empty else segment.arguments)
 
 
