@@ -15,6 +15,7 @@ from penstock.gateway.apis.chat.segments import EndedNs, SegmentedAnswer, Segmen
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
+from penstock.gateway.apis.messages import bodies as messages
 from penstock.gateway.apis.messages.bodies import MessagesRequest
 from penstock.gateway.apis.messages.render import MessageEvents, message
 from penstock.gateway.apis.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest
@@ -122,7 +123,9 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
     if endpoint == RESPONSE and any(each in data for each in (b'"web_search', b'"image_generation"', b'"grammar"')):
-        unknown += _tools_left_out(names)
+        unknown += _tools_left_out(names, left_out)
+    if endpoint == MESSAGE and any(each.encode() in data for each in messages.LEFT_OUT):
+        unknown += _tools_left_out(names, messages.left_out)
     if unapplied and (given := names.keys() & unapplied):
         unknown += [name for name in sorted(given) if name in known and bytes(names[name]) != b"null"]
     return unknown
@@ -159,9 +162,9 @@ def _unknown_within(at: str, value: msgspec.Raw, known: Known) -> list[str]:
     return unknown
 
 
-def _tools_left_out(body: dict[str, msgspec.Raw]) -> list[str]:
+def _tools_left_out(body: dict[str, msgspec.Raw], find: Callable[[list[dict[str, Any]]], list[str]]) -> list[str]:
     try:
-        return left_out(_read_tools(body.get("tools", b"[]")))
+        return find(_read_tools(body.get("tools", b"[]")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
 

@@ -4,6 +4,7 @@ As in ``penstock.gateway.apis.chat.bodies``, unknown fields are ignored, and a k
 honoured is an error that names it.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +16,9 @@ from penstock.gateway.base.request_bodies import Name, decode_body, unsupported
 MAX_TOOLS = 512
 KEEP_THOUGHTS = "clear_thinking_20251015"
 THREAD = "thread"
+SEARCHES_TOOLS = "tool_search_tool_"
+# Tools that Anthropic's servers run, by the beginning of their type. Beside others they are left out.
+LEFT_OUT = ("web_search_", "web_fetch_", "code_execution_", SEARCHES_TOOLS)
 _ALL = ("all", {"type": "all"})
 
 
@@ -29,18 +33,18 @@ class BlockSource(Struct, frozen=True):
 
 
 class ContentBlock(Struct, frozen=True):
-    """``type``: "text", "image", "document", "tool_use", "tool_result", "tool_reference", "thinking" or
-    "redacted_thinking"."""
+    """``type``: "text", "image", "document", "search_result", "tool_use", "tool_result", "tool_reference",
+    "thinking" or "redacted_thinking". ``source``: of a search result, a text."""
 
     type: str
     text: str | None = None
-    source: BlockSource | None = None
+    source: BlockSource | str | None = None
     title: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: "str | list[ContentBlock] | None" = None
+    content: "str | list[ContentBlock] | dict[str, Any] | None" = None
     is_error: bool | None = None
     thinking: str | None = None
     tool_name: str | None = None
@@ -52,9 +56,10 @@ class InputMessage(Struct, frozen=True):
 
 
 class MessageTool(Struct, frozen=True):
-    """``type``: "custom" (if it is not given); Anthropic's own tools are not supported.
+    """``type``: "custom" (if it is not given). Of Anthropic's own tools, those in ``LEFT_OUT`` may stand beside others.
 
-    ``defer_loading``: the model does not see it before a ``tool_reference`` in the conversation names it.
+    ``defer_loading``: the model does not see it before a ``tool_reference`` in the conversation names it, unless the
+    tools would be searched by Anthropic's servers.
     """
 
     name: str
@@ -63,6 +68,11 @@ class MessageTool(Struct, frozen=True):
     type: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+
+
+def left_out(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tools that the model does not see, as in "tools[3]"."""
+    return [f"tools[{at}]" for at, tool in enumerate(tools) if str(tool.get("type")).startswith(LEFT_OUT)]
 
 
 class MessageToolChoice(Struct, frozen=True):

@@ -1,7 +1,7 @@
 """From the body of a message to a request. Pure but for random numbers."""
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +27,8 @@ from penstock.gateway.apis.chat.prepare_chat import (
     prepare_translated,
 )
 from penstock.gateway.apis.messages.bodies import (
+    LEFT_OUT,
+    SEARCHES_TOOLS,
     BlockSource,
     ContentBlock,
     CountTokensRequest,
@@ -109,7 +111,7 @@ class MessagesConversation:
         if isinstance(block.content, list):
             content = [self._result_part(part, f"{at}.content[{number}]") for number, part in enumerate(block.content)]
         else:
-            content = block.content or ""
+            content = _plain(block, at)
         call = needed(block.tool_use_id, f"{at}.tool_use_id")
         self._append(ChatMessage("tool", content, tool_call_id=call), at)
 
@@ -136,7 +138,11 @@ class MessagesConversation:
                 case "tool_use":
                     name, arguments = needed(block.name, f"{here}.name"), _json(block.input or {}).decode()
                     calls.append(ToolCall(FunctionCall(name, arguments), id=needed(block.id, f"{here}.id")))
-                case other:
+                case "compaction":
+                    texts.append(_plain(block, here))
+                case "server_tool_use" | "mcp_tool_use":
+                    pass  # from another server, which ran it; so is its result
+                case other if not other.endswith("_tool_result"):
                     raise _unsupported(other, here, "'text', 'thinking' or 'tool_use'")
         self._append(
             ChatMessage(
@@ -164,17 +170,34 @@ def _part(block: ContentBlock, at: str) -> ContentPart:
     if block.type == "text":
         return ContentPart("text", needed(block.text, f"{at}.text"))
     if block.type == "image":
-        if block.source is None:
-            raise invalid(f"{at}.source", f"{at}.source is missing")
-        return ContentPart("image_url", image_url=_url(block.source, f"{at}.source"))
+        return ContentPart("image_url", image_url=_url(_source(block, at), f"{at}.source"))
     if block.type == "document":
-        return ContentPart("text", "\n".join(filter(None, (block.title, _document(block.source, f"{at}.source")))))
-    raise _unsupported(block.type, at, "'text', 'image', 'document' or 'tool_result'")
+        return ContentPart("text", _lines(block.title, _document(_source(block, at), f"{at}.source")))
+    if block.type == "search_result":
+        source = block.source if isinstance(block.source, str) else None
+        return ContentPart("text", _lines(block.title, source, _plain(block, at)))
+    raise _unsupported(block.type, at, "'text', 'image', 'document', 'search_result' or 'tool_result'")
 
 
-def _document(source: BlockSource | None, at: str) -> str:
-    if source is None:
-        raise invalid(at, f"{at} is missing")
+def _lines(*texts: str | None) -> str:
+    return "\n".join(filter(None, texts))
+
+
+def _plain(block: ContentBlock, at: str) -> str:
+    """The content of a block as text."""
+    content = block.content or ""
+    if isinstance(content, dict):
+        raise invalid(f"{at}.content", f"{at}.content must be a text or a list of blocks")
+    return content if isinstance(content, str) else _texts(content, f"{at}.content")
+
+
+def _source(block: ContentBlock, at: str) -> BlockSource:
+    if not isinstance(block.source, BlockSource):
+        raise invalid(f"{at}.source", f"{at}.source is missing; it must be an object")
+    return block.source
+
+
+def _document(source: BlockSource, at: str) -> str:
     if source.type == "text":
         return needed(source.data, f"{at}.data")
     if source.type != "content":
@@ -276,16 +299,20 @@ def _conversation(body: MessagesRequest | CountTokensRequest) -> MessagesConvers
     return talk
 
 
-def _tools(given: Iterable[MessageTool], references: Set[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _tools(given: Sequence[MessageTool], references: Set[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """
     Args:
         references: tools that the conversation names, which are no longer deferred.
     """
     tools: list[dict[str, Any]] = []
     places: dict[str, str] = {}
+    left_out = {tool.type for tool in given if tool.type is not None and tool.type.startswith(LEFT_OUT)}
+    searched = any(kind.startswith(SEARCHES_TOOLS) for kind in left_out)
+    if not any(tool.type in (None, "custom") for tool in given):
+        left_out = set()
     for number, tool in enumerate(given):
         at = f"tools[{number}]"
-        if tool.defer_loading and tool.name not in references:
+        if tool.type in left_out or (tool.defer_loading and not searched and tool.name not in references):
             continue
         if tool.type not in (None, "custom"):
             raise unsupported(f"{at}.type", f"{at}: tools of type {tool.type[:40]!r} are not supported; use 'custom'")

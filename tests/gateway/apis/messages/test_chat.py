@@ -7,6 +7,7 @@ import pytest
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
+from penstock.gateway.apis.endpoints import unknown_options
 from penstock.gateway.apis.messages.bodies import parse_message
 from penstock.gateway.apis.messages.objects import message_error
 from penstock.gateway.apis.messages.prepare_message import chat_of, count_message, prepare_message
@@ -128,6 +129,35 @@ def test_a_document_is_its_title_and_text() -> None:
     assert refused.value.param == "messages[0].content[0].source.type"
 
 
+def test_a_search_result_is_its_title_source_and_text() -> None:
+    block = {"type": "search_result", "source": "https://a/b", "title": "T", "content": [{"type": "text", "text": "x"}]}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [block]}
+    asked = [HI, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result, block]}]
+    assert [message.content for message in chat(messages=asked).messages[-2:]] == [
+        [ContentPart("text", "T\nhttps://a/b\nx")]
+    ] * 2
+
+
+def test_what_another_server_ran_is_left_out_of_the_history() -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result"}]}
+    failed = {**found, "content": {"type": "web_search_tool_result_error", "error_code": "max_uses_exceeded"}}
+    said = [{"type": "compaction", "content": "Before."}, search, found, failed, {"type": "text", "text": "Yes."}]
+    turn = chat(messages=[HI, {"role": "assistant", "content": said}, HI]).messages[1]
+    assert (turn.content, turn.tool_calls) == ("Before.Yes.", None)
+
+
+def test_tools_that_anthropics_servers_run_are_left_out_beside_others() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    finder = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    later = {**TOOL, "name": "later", "defer_loading": True}
+    asked: dict[str, Any] = {"tools": [search, later, TOOL]}
+    assert [tool["function"]["name"] for tool in chat(**asked).tools or ()] == ["get_weather"]
+    assert unknown_options("message", encoded(**asked)) == ["tools[0].max_uses", "tools[0]"]
+    asked = {"tools": [finder, later, TOOL]}  # nobody searches, so that all are offered
+    assert [tool["function"]["name"] for tool in chat(**asked).tools or ()] == ["later", "get_weather"]
+
+
 def test_a_format_becomes_a_constraint() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     constraint = prepared(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
@@ -172,6 +202,9 @@ def test_the_count_is_the_prompts() -> None:
          "messages[0].content[0].id"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}, "tools[1].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": "a"}]}]},
+         "messages[0].content[0].source"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
