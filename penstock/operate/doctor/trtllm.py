@@ -33,7 +33,7 @@ from penstock.workers.engines.engine_protocol import (
 from penstock.workers.engines.support import ServedOptions
 from penstock.workers.engines.trtllm import api as apis
 from penstock.workers.engines.trtllm import encoder_from_settings, from_settings
-from penstock.workers.engines.trtllm.follower import TrtllmFollower
+from penstock.workers.engines.trtllm.adapter import TrtllmFollower
 
 REPORT = "report it with this output and the worker's log at --log-level debug"
 REFUSED = (

@@ -8,6 +8,6 @@ KV events come over ZMQ, as vLLM's do. Prefill and decode hand off KV with SGLan
 both engines run a request at the same time: see ``engine_inputs``.
 
 Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handoff). The shell: ``api`` (what the
-installed release has), ``follower`` (its output), ``adapter``, ``plugin`` (what runs in SGLang's processes), ``build``.
+installed release has), ``adapter`` (its output), ``plugin`` (what runs in SGLang's processes), ``build``.
 Nothing here imports sglang before an engine is built.
 """

@@ -26,7 +26,7 @@ from penstock.workers.engines.external.nodes import address, free_ports
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread, first_request, runs
 from penstock.workers.engines.external.start import EngineNode, Package, start
 from penstock.workers.engines.sglang import plugin
-from penstock.workers.engines.sglang.adapter import adapter_of, loras, weight_commands
+from penstock.workers.engines.sglang.adapter import RankLoads, SglangCall, adapter_of, loras, weight_commands
 from penstock.workers.engines.sglang.api import SglangApi, load_sglang
 from penstock.workers.engines.sglang.args import (
     ResolvedSglangArgs,
@@ -37,7 +37,6 @@ from penstock.workers.engines.sglang.args import (
     resolve,
 )
 from penstock.workers.engines.sglang.engine_inputs import FAKE_HOST, Address, Room, SglangOptions
-from penstock.workers.engines.sglang.follower import RankLoads, SglangCall
 from penstock.workers.engines.support import ServedOptions
 
 log = structlog.get_logger("engine")

@@ -24,7 +24,7 @@ their series are merged into the worker's own metrics port (``trtllm_metrics``).
 
 Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its output), ``disagg`` (its handoff),
 ``kv_events`` (names of blocks), ``interface`` (what is used of TensorRT-LLM). The shell: ``api`` (what the installed
-release has), ``follower``, ``adapter``, ``encoder``, ``logits_processors``, ``trtllm_metrics``,
+release has), ``adapter`` (its output), ``encoder``, ``logits_processors``, ``trtllm_metrics``,
 ``engine_health`` (whether it still works), ``build``; ``visual_gen`` for images and videos. Nothing here
 imports tensorrt_llm before an engine is built.
 """

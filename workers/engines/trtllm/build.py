@@ -47,9 +47,9 @@ from penstock.workers.engines.external.runtime import (
 )
 from penstock.workers.engines.native.model.embedding_slots import dtype_of
 from penstock.workers.engines.support import ServedOptions
-from penstock.workers.engines.trtllm import engine_inputs, follower
+from penstock.workers.engines.trtllm import engine_inputs
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
-from penstock.workers.engines.trtllm.adapter import adapter_of, loras
+from penstock.workers.engines.trtllm.adapter import TrtllmCall, adapter_of, is_request_error, loras
 from penstock.workers.engines.trtllm.api import TrtllmApi, container, load_trtllm, set_log_level
 from penstock.workers.engines.trtllm.args import (
     AS_1_2,
@@ -61,7 +61,6 @@ from penstock.workers.engines.trtllm.args import (
 )
 from penstock.workers.engines.trtllm.engine_health import LogWatch
 from penstock.workers.engines.trtllm.engine_inputs import TrtllmOptions, bias
-from penstock.workers.engines.trtllm.follower import TrtllmCall
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 if TYPE_CHECKING:
@@ -446,7 +445,7 @@ def warm_up(plan: _Plan, llm: Any, loop: LoopThread) -> WarmedUp:
             answer = llm.generate_async([1] * WARM_UP_TOKENS, params, **_apart(api))
             (output,) = (await answer.aresult()).outputs
         except Exception as error:
-            if not follower.is_request_error(error, api.request_error, at_call=True):
+            if not is_request_error(error, api.request_error, at_call=True):
                 raise
             return ProbeAnswer()
         entries = output.logprobs or [{}]

@@ -9,6 +9,6 @@ our block names. Prefill and decode hand off KV with vLLM's NIXL connector; its 
 ``PinnedPrompt.opaque``.
 
 Modules. Pure: ``args`` (arguments), ``engine_inputs`` (a request and its handoff). The shell: ``api`` (what the
-installed release has), ``follower`` (its output), ``adapter``, ``plugin`` and ``logits_processors`` (what
+installed release has), ``adapter`` (its output), ``plugin`` and ``logits_processors`` (what
 runs in vLLM's processes), ``build``. Nothing here imports vllm before an engine is built.
 """

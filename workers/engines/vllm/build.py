@@ -33,11 +33,10 @@ from penstock.workers.engines.external.start import EngineNode, Package, start
 from penstock.workers.engines.logits.registry import registry_from_settings
 from penstock.workers.engines.native.model.embedding_slots import GRID_SLOT_TOKENS, dtype_of
 from penstock.workers.engines.vllm import plugin
-from penstock.workers.engines.vllm.adapter import SchedulerStats, adapter_of, loras, weight_commands
+from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmCall, adapter_of, loras, weight_commands
 from penstock.workers.engines.vllm.api import Ranks, VllmApi, load_vllm, set_log_level
 from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, follower_tree, layout, resolve
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
-from penstock.workers.engines.vllm.follower import VllmCall
 
 log = structlog.get_logger("engine")
 

@@ -163,7 +163,7 @@ def test_a_prompt_that_nobody_fetches_is_dropped_with_its_lease(
     pair: tuple[Driver, Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode worker died: the lease ends, and with it the request of the prefill engine."""
-    monkeypatch.setattr("penstock.workers.engines.sglang.follower.RELEASED_S", 0.02)
+    monkeypatch.setattr("penstock.workers.engines.sglang.adapter.RELEASED_S", 0.02)
     source, _ = pair
     pinned = offered(source, ask(0, PROMPT, 3))
     assert source.engine.stats().pinned_blocks == 4

@@ -11,14 +11,14 @@ from penstock.schemas.requests import Sampling
 from penstock.workers.engines.engine_protocol import EngineInfo, MediaSpan, RequestError
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sequences import MISSING, ActiveSequence, SequenceFailure, SequenceUpdate, Token
-from penstock.workers.engines.sglang.engine_inputs import BARRED, SglangInputs, SglangOptions, check, meeting, prepare
-from penstock.workers.engines.sglang.follower import (
+from penstock.workers.engines.sglang.adapter import (
     RankLoads,
     SglangCall,
     SglangFollower,
     SglangOutputCursor,
     prompt_scores,
 )
+from penstock.workers.engines.sglang.engine_inputs import BARRED, SglangInputs, SglangOptions, check, meeting, prepare
 from tests.workers.engines.contract import ask
 
 INFO = EngineInfo("sglang", 32, 96, 4, 512, 1280, (2,), True)

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.mmap_dict import MmapedDict
 
 from penstock.workers.engines.external.engine_metrics import MULTIPROCESS, NativeSeries
+from penstock.workers.engines.sglang.adapter import RankLoads
 from penstock.workers.engines.sglang.build import PREFIX, series_of
-from penstock.workers.engines.sglang.follower import RankLoads
 
 
 def written(folder: Path, pid: int, name: str, value: float) -> None:

@@ -18,7 +18,7 @@ from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.external import engine as shell
 from penstock.workers.engines.native.build import build as native_engine
 from penstock.workers.engines.native.model.options import NativeOptions
-from penstock.workers.engines.trtllm import follower
+from penstock.workers.engines.trtllm import adapter
 from tests import standins
 from tests.adapters import write_adapter
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Results, ask, run, until
@@ -198,7 +198,7 @@ def test_an_abort_that_is_not_answered_leaves_nothing_behind(
     make: Make, quirks: Any, prompt: list[int], monkeypatch: Any
 ) -> None:
     quirks.abort_answers = False
-    monkeypatch.setattr(follower, "ABORT_S", 0.05)
+    monkeypatch.setattr(adapter, "ABORT_S", 0.05)
     engine = make()
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
     until(engine, lambda results: bool(results.tokens("a")))

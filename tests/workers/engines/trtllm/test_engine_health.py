@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.workers.engines.engine_protocol import EngineError
-from penstock.workers.engines.trtllm import engine_health, follower
+from penstock.workers.engines.trtllm import adapter, engine_health
 from penstock.workers.engines.trtllm.engine_health import KvEvents, QueueReader
 from tests.workers.engines.contract import BOUND_S
 from tests.workers.engines.trtllm.conftest import Results, ask, run, until
@@ -210,7 +210,7 @@ def test_events_that_can_never_be_read_are_given_up(monkeypatch: pytest.MonkeyPa
 def test_kv_that_never_comes_fails_its_request_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorrt_llm._standin import hooks
 
-    monkeypatch.setattr(follower, "FETCH_MORE_S", 0.1)
+    monkeypatch.setattr(adapter, "FETCH_MORE_S", 0.1)
     source, target = make(role="prefill"), make(role="decode", handoff_lease_s=1.0)
     results = run(source, ask("a", PROMPT, 1, pin=True, ignore_eos=True))
     (pinned,) = results.pinned

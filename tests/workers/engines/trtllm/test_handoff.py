@@ -7,7 +7,7 @@ import pytest
 
 from penstock.schemas.requests import Sampling
 from penstock.workers.engines.engine_protocol import SequenceRequest
-from penstock.workers.engines.trtllm import follower
+from penstock.workers.engines.trtllm import adapter
 from tests.workers.engines.trtllm.conftest import BLOCK, GREEDY, Results, ask, run, until
 
 Make = Callable[..., Any]
@@ -103,7 +103,7 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
     while sequence.call.result is None:
         decode.step()
     monkeypatch.setattr(sequence.call.result, "abort", lambda: aborted.append(1))
-    monkeypatch.setattr(follower, "ABORT_S", 0.1)
+    monkeypatch.setattr(adapter, "ABORT_S", 0.1)
     assert decode.cancel("d")
     for _ in range(5):
         decode.step()

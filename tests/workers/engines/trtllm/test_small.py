@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from penstock.schemas.errors import Code
 from penstock.workers.engines.trtllm import trtllm_metrics as stats
+from penstock.workers.engines.trtllm.adapter import code_of, is_request_error
 from penstock.workers.engines.trtllm.build import Launch, launch_of, problem
 from penstock.workers.engines.trtllm.engine_health import Detector
-from penstock.workers.engines.trtllm.follower import code_of, is_request_error
 from penstock.workers.engines.trtllm.trtllm_metrics import NativeMetrics
 
 # --- statistics

@@ -16,8 +16,8 @@ from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.sampling import seed_of
 from penstock.workers.engines.external.sequences import MISSING, SequenceFailure, Token
 from penstock.workers.engines.vllm import engine_inputs as handoff
+from penstock.workers.engines.vllm.adapter import Diverged, VllmOutputCursor
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions, check, prepare, sampling_arguments
-from penstock.workers.engines.vllm.follower import Diverged, VllmOutputCursor
 
 INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handoff_layout="l")
 OPTIONS = VllmOptions(b"r" * 16, "l")
