@@ -6,7 +6,7 @@ from typing import Any
 from penstock.gateway.apis.chat.constraint import STRUCTURAL_TAG, Wanted
 from penstock.gateway.grammars.calls import Tool
 from penstock.gateway.grammars.writer import CannotExpress, GrammarWriter, LargeGrammar
-from penstock.infra.byte_cache import ByteCache
+from penstock.infra.bounded import ByteCache
 from penstock.infra.constraints import constraint_grammar
 from penstock.infra.constraints.trials import ConstraintTrials, Trial, TrialsBusy, digest_of
 from penstock.schemas.errors import Code, ServingError

@@ -55,7 +55,7 @@ from penstock.gateway.media.sources import MediaLimits, MediaRejected
 from penstock.gateway.service.constraint_check import ConstraintCheck
 from penstock.gateway.service.conversations import Conversations
 from penstock.gateway.service.fleet import FleetView, named_in
-from penstock.infra.fair_queue import FairQueue, QueueLimits
+from penstock.infra.bounded import FairQueue, QueueLimits
 from penstock.infra.text.template_sandbox import cpu_budget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import adapter_name

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
+from penstock.infra.bounded import FairQueue, QueueLimits
 from penstock.infra.constraints.constraint_process import PREFIX, QUICK_S, TrialAnswer, TrialJob, framed
-from penstock.infra.fair_queue import FairQueue, QueueLimits
 from penstock.schemas.requests import Constraint
 
 CPU_S = 5.0  # of a compilation

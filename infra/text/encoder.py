@@ -24,7 +24,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from penstock.infra.byte_cache import ByteCache
+from penstock.infra.bounded import ByteCache
 
 
 def longest_of(texts: Collection[str]) -> str:

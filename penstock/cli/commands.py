@@ -109,7 +109,7 @@ COMMANDS = {
         "penstock.log_tools.whatif.whatif_command:run",
     ),
     "top": Command("watch a running deployment in the terminal", "penstock.operate.top:run"),
-    "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.dashboard_command:run"),
+    "dashboard": Command("show a deployment in the browser", "penstock.operate.dashboard.app:run"),
     "doctor": Command("find problems, and how to fix them", "penstock.operate.doctor.doctor_command:run"),
     "models list": Command("list the models of this machine", "penstock.operate.check_model:run_list"),
     "models check": Command("show a model folder's contents and a prompt", "penstock.operate.check_model:run"),

@@ -26,7 +26,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import RouterMode, RouterSettings
-from penstock.infra.byte_cache import ByteCache
+from penstock.infra.bounded import ByteCache
 from penstock.router.placement.cost import FEW, are_many, loading_tokens, lower_tiers, tier_costs
 from penstock.router.placement.decide import TransferKind, decide, prefix_move, transfer_kind
 from penstock.router.placement.pending import PendingRequest, crowded, required_revision, routing_request

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.infra.bounded import QueueLimits
 from penstock.infra.bus.clock import steady_ns
 from penstock.infra.bus.tasks import end
 from penstock.infra.constraints.trials import CPU_S, ConstraintTrials, Trial, TrialsBusy
-from penstock.infra.fair_queue import QueueLimits
 from penstock.infra.process.scheduling import CoreWaits
 from penstock.schemas import control, done, fleet, jobs, kv, requests
 from penstock.schemas.errors import Code

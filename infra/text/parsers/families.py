@@ -1,8 +1,7 @@
 """How families of models write thoughts and calls: a table of rows, in ``families.toml``.
 
-A row is a description. It has no code of its own: a few readers (``json_calls``, ``markup_calls``, ``pythonic_calls``,
-``notation_calls``, ``harmony``) read what it describes, and ``penstock.gateway.grammars.calls`` writes constraints from
-it.
+A row is a description. It has no code of its own: a few readers (``json_calls``, ``markup_calls``, ``notation_calls``,
+``harmony``) read what it describes, and ``penstock.gateway.grammars.calls`` writes constraints from it.
 """
 
 import difflib

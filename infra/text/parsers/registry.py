@@ -14,8 +14,7 @@ from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat, Fa
 from penstock.infra.text.parsers.harmony import HarmonyMarks
 from penstock.infra.text.parsers.json_calls import json_calls
 from penstock.infra.text.parsers.markup_calls import markup_calls
-from penstock.infra.text.parsers.notation_calls import notation_calls
-from penstock.infra.text.parsers.pythonic_calls import pythonic_calls
+from penstock.infra.text.parsers.notation_calls import notation_calls, pythonic_calls
 from penstock.infra.text.parsers.reader import NONE, Marks
 from penstock.infra.text.parsers.tool_formats import ContentMarks, TextParameters, ToolFormat
 from penstock.schemas.fleet import Registration

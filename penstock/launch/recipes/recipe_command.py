@@ -1,11 +1,17 @@
-"""The command line that runs a recipe."""
+"""``penstock recipe list|matrix|show|check``, and the command line that runs a recipe.
+
+Files for vLLM and SGLang are checked by the names of the releases that workers were run with
+(``configs/recipes/arguments.json``), so the engines need not be installed here. What values mean, the engine itself
+checks when the worker starts.
+"""
 
 import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -13,8 +19,8 @@ from penstock.cli.terminal import fail, reason
 from penstock.configs.flags import Parser, whole_number
 from penstock.infra.engine_args.memory_estimate import GIB, UnknownShape
 from penstock.infra.engine_args.rules.rule import Context, EngineRole
-from penstock.infra.engine_args.tree import BadArguments, parse_yaml
-from penstock.launch.recipes import other_engines
+from penstock.infra.engine_args.schema import EngineArgs
+from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from penstock.launch.recipes.advice import advise, check_set, failed, finding_lines, lines
 from penstock.launch.recipes.catalogue import (
     FOLDER,
@@ -24,12 +30,19 @@ from penstock.launch.recipes.catalogue import (
     RecipeEntry,
     context_of,
     entry_at,
+    header_of,
     members,
     parse,
     shape_at,
 )
+from penstock.workers.engines.external.arguments import refused
+from penstock.workers.engines.sglang import args as sglang
 from penstock.workers.engines.support import matrix, sampling_notes, sampling_table
+from penstock.workers.engines.vllm import args as vllm
 
+Engine = Literal["trtllm", "vllm", "sglang"]
+TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
+_OTHER = ("vllm", "sglang")
 LAUNCHER = "trtllm-llmapi-launch"  # runs the worker on rank 0 only; the other ranks compute
 
 
@@ -130,16 +143,16 @@ def run_check(argv: Sequence[str]) -> int:
     """Check files, each alone and all together. Returns 1 if an engine would refuse one."""
     args = _check_parser().parse_args(argv)
     opened: list[tuple[Recipe, Context]] = []
-    refused = False
+    any_refused = False
     for file in args.files:
         role, name = _role_of(file)
         try:
             text = _text(name)
-            engine: other_engines.Engine = args.engine or other_engines.engine_of(text)
+            engine: Engine = args.engine or engine_of(text)
             if engine != "trtllm":
-                problems = other_engines.problems_of(engine, parse_yaml(text))
-                print("\n".join(other_engines.lines(name, engine, problems)))
-                refused |= bool(problems)
+                problems = problems_of(engine, parse_yaml(text))
+                print("\n".join(foreign_lines(name, engine, problems)))
+                any_refused |= bool(problems)
                 continue
             recipe = parse(Path(name).stem, text)
             opened.append((recipe, _context(recipe, args, role)))
@@ -149,22 +162,22 @@ def run_check(argv: Sequence[str]) -> int:
             return REFUSED
     for recipe, context in opened:
         advice = advise(recipe, context)
-        refused |= failed(advice.findings)
+        any_refused |= failed(advice.findings)
         print("\n".join(lines(advice)))
     if len(opened) > 1:
         findings = check_set(opened)
-        refused |= failed(findings)
+        any_refused |= failed(findings)
         print("\n".join(["together", *(line for each in findings for line in finding_lines(each))]))
         if not findings:
             print("  they agree")
-    return REFUSED if refused else OK
+    return REFUSED if any_refused else OK
 
 
 def _check_parser() -> Parser:
     parser = Parser(prog="penstock recipe check", description="check engine arguments: what would fail or be slow")
     parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")
     about_engine = "whose arguments they are (default: the header's, else the engine that knows most of the keys)"
-    parser.add_argument("--engine", choices=get_args(other_engines.Engine), help=about_engine)
+    parser.add_argument("--engine", choices=get_args(Engine), help=about_engine)
     parser.add_argument("--role", choices=get_args(EngineRole), help="default: the recipe's, else aggregated")
     parser.add_argument("--model", help="model directory (default: the recipe's model)")
     parser.add_argument("--model-len", type=whole_number(), metavar="N", help="longest prompt + output, in tokens")
@@ -239,3 +252,53 @@ def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Cont
 def _local(name: str) -> bool:
     """Whether a model is given as a path rather than as an id "owner/name"."""
     return name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """Names of one release's arguments."""
+
+    release: str
+    names: tuple[str, ...]
+
+
+@cache
+def known(path: Path = FOLDER / "arguments.json") -> dict[str, Arguments]:
+    """By engine."""
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Arguments])
+
+
+def engine_of(text: str) -> Engine:
+    """Whose arguments a file has: its header says so, else the engine that knows most of its keys.
+
+    Raises:
+        BadArguments: the file is not YAML, or its header is wrong.
+    """
+    header = header_of(text)
+    if header is not None:
+        return header.engine
+    keys = parse_yaml(text).keys()
+    names: dict[Engine, frozenset[str]] = {"trtllm": frozenset(EngineArgs.__struct_fields__)}
+    for engine, arguments in known().items():
+        names[msgspec.convert(engine, Engine)] = frozenset(arguments.names)
+    return max(get_args(Engine), key=lambda engine: len(keys & names[engine]))  # of equal ones, the first
+
+
+def problems_of(engine: Engine, tree: Tree) -> list[str]:
+    """Why a worker would refuse a file of vLLM's or SGLang's, one line per key."""
+    assert engine in _OTHER
+    names = frozenset(known()[engine].names)
+    if engine == "vllm":
+        return refused(tree, vllm.RESERVED, names)
+    return refused(tree, sglang.RESERVED, names, sglang.ALIASES)
+
+
+def foreign_lines(name: str, engine: Engine, problems: list[str]) -> list[str]:
+    """What ``penstock recipe check`` says of such a file."""
+    found = [f"  error    {problem}" for problem in problems] or ["  no key that a worker would refuse"]
+    title, release = TITLES[engine], known()[engine].release
+    return [
+        name,
+        f"  for {title}: its keys are checked against those of {release}, its values by the engine when it starts; "
+        "rules and memory estimates are TensorRT-LLM's",
+        *found,
+    ]

@@ -16,8 +16,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import get_last_of
 from penstock.infra.bus.jetstream import Message
 from penstock.infra.bus.publisher import Publisher
-from penstock.log_tools.export.export import limits_of, workers
-from penstock.log_tools.export.read_lines import copy_messages, places_of
+from penstock.log_tools.export.export import copy_messages, limits_of, places_of, workers
 from penstock.log_tools.export.recording import RecordedRun, Recording, move_media
 from penstock.log_tools.replay.comparison import Changes, Comparison, NamingInputs, as_new, compare
 from penstock.log_tools.replay.report import Replayed

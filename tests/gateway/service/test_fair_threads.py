@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.gateway.service.preparation import FairThreads
-from penstock.infra.fair_queue import QueueLimits
+from penstock.infra.bounded import QueueLimits
 from penstock.schemas.errors import Code, ServingError
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.infra.bounded import QueueLimits
 from penstock.infra.constraints import trials as constraint_trials
 from penstock.infra.constraints.constraint_grammar import CHOICE, GRAMMAR, JSON_SCHEMA, LARK, REGEX
 from penstock.infra.constraints.trials import CRASHED, TOO_LONG, ConstraintTrials, Trial, TrialsBusy, digest_of
-from penstock.infra.fair_queue import QueueLimits
 from penstock.schemas.requests import Constraint
 
 SMALL = Constraint(REGEX, "[0-9]+")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 from tokenizers import Tokenizer
 
-from penstock.infra.byte_cache import ByteCache
+from penstock.infra.bounded import ByteCache
 from penstock.infra.constraints import constraint_grammar
 from penstock.infra.constraints.llguidance_releases import LibraryError, vocabulary
 from penstock.infra.model import modeldir

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.infra.byte_cache import ByteCache
+from penstock.infra.bounded import ByteCache
 from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Stop

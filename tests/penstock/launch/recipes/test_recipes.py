@@ -20,8 +20,7 @@ from penstock.infra.engine_args.rules.check import check
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.launch.recipes.advice import check_set
 from penstock.launch.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse, shape_at
-from penstock.launch.recipes.other_engines import known
-from penstock.launch.recipes.recipe_command import run_check, run_list, run_matrix, run_show, worker_command
+from penstock.launch.recipes.recipe_command import known, run_check, run_list, run_matrix, run_show, worker_command
 from penstock.workers.engines import support
 from tests.generated.tables import memory_of
 from tests.standins import installed

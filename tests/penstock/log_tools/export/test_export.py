@@ -16,7 +16,7 @@ import pytest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, format_time, read
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log_tools.export import export, import_log, read_lines
+from penstock.log_tools.export import export, import_log
 from penstock.log_tools.requests import inspect, list_requests, tail
 from penstock.log_tools.sources import store_files
 from penstock.log_tools.sources.export_file import open_export
@@ -90,7 +90,7 @@ async def test_a_batch_smaller_than_the_stream_is_followed_by_the_next(
     bus: Bus, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await recorded(bus, 7)
-    monkeypatch.setattr(read_lines, "BATCH", 2)
+    monkeypatch.setattr(export, "BATCH", 2)
     assert await run(export.run, "--all", "-o", str(tmp_path / "f")) == 0
     with open_export(str(tmp_path / "f")) as file:
         found = list(file.records())
@@ -110,7 +110,7 @@ async def test_of_a_few_requests_the_log_is_read_from_the_acceptance_to_the_end_
     running = await accept(bus)
 
     async def spans(*of: GenerateRequest) -> list[tuple[int, int]]:
-        places = await read_lines.places_of(bus, Selection(frozenset(each.id for each in of)))
+        places = await export.places_of(bus, Selection(frozenset(each.id for each in of)))
         assert {each.id for each in places.requests or ()} == {each.id for each in of}
         return places.spans
 

@@ -20,8 +20,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.sockets import bind
 from penstock.launch.state import TOKEN_FILE, stored_token
 from penstock.log_tools.sources.open_log import Log, LogSource, open_log
-from penstock.operate.dashboard.app import MAX_WATCHERS, Access, Dashboard
-from penstock.operate.dashboard.dashboard_command import STREAMS
+from penstock.operate.dashboard.app import MAX_WATCHERS, STREAMS, Access, Dashboard
 from penstock.operate.dashboard.live import Live, Moment
 from penstock.operate.dashboard.pages import live_sections
 from penstock.operate.observe import Count, DeploymentSnapshot, GatewaysView, Observer, WorkerView, rates

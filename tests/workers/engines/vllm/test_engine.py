@@ -17,7 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter
 from safetensors.torch import load_file, save_file
 
-from penstock.infra.byte_cache import ByteCache
+from penstock.infra.bounded import ByteCache
 from penstock.infra.constraints import constraint_grammar
 from penstock.infra.constraints.constraint_grammar import REGEX
 from penstock.infra.engine_args.tree import BadArguments
