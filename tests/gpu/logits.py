@@ -18,8 +18,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.workers.engines.engine_protocol import SequenceRequest
-from penstock.workers.engines.logits.apply import Chain
-from penstock.workers.engines.logits.processor_protocol import ErrorCounter
+from penstock.workers.engines.logits.registry import Chain, ErrorCounter
 from penstock.workers.engines.native import from_settings
 from penstock.workers.engines.trtllm.logits_processors import TrtllmProcessor
 

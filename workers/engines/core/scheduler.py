@@ -45,7 +45,7 @@ from penstock.workers.engines.engine_protocol import Output, RequestError, Seque
 
 if TYPE_CHECKING:
     from penstock.workers.engines.constraints.token_mask import Matcher
-    from penstock.workers.engines.logits.apply import Chain
+    from penstock.workers.engines.logits.registry import Chain
 
 # A step of prompts that are handed off takes no further one once it has this many tokens. More do not compute faster
 # (an H200 computes 39 tokens a millisecond of an 8B model in steps of 500, and 41 in steps of 4,000), but all wait for

@@ -16,7 +16,7 @@ from penstock.workers.engines.engine_protocol import BlockReservation, MediaSpan
 
 if TYPE_CHECKING:
     from penstock.workers.engines.constraints.token_mask import Matcher
-    from penstock.workers.engines.logits.apply import Chain
+    from penstock.workers.engines.logits.registry import Chain
 
 
 class LoadedAdapter(NamedTuple):

@@ -18,11 +18,10 @@ stop tokens, one of them may be drawn before min_tokens.
 A processor that raises, or leaves no token to draw (no finite maximum), is undone: the logits are restored and the
 other processors still run. ``penstock_worker_logits_errors_total`` counts this, and each kind of error is logged once.
 
-``registry.from_settings`` returns the registry for the engine. Only ``apply``, ``examples`` and
+``registry_from_settings`` returns the registry for the engine. Only ``apply``, ``examples`` and
 ``trtllm.logits_processors`` import torch.
 """
 
-from penstock.workers.engines.logits.processor_protocol import BaseLogitsProcessor
-from penstock.workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
+from penstock.workers.engines.logits.registry import BaseLogitsProcessor, ModelInfo, ProcessorError, Registry
 
 __all__ = ["BaseLogitsProcessor", "ModelInfo", "ProcessorError", "Registry"]

@@ -6,17 +6,9 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from penstock.workers.engines.logits.processor_protocol import BaseLogitsProcessor, ErrorCounter
+from penstock.workers.engines.logits.registry import Chain, ErrorCounter
 
 NO_TOKEN_LEFT = "it left no token to draw: the largest logit is not a finite number"
-
-
-class Chain(NamedTuple):
-    """The processors of one sequence, in order."""
-
-    names: tuple[str, ...]
-    processors: tuple[BaseLogitsProcessor, ...]
-    errors: ErrorCounter
 
 
 class Edit(NamedTuple):

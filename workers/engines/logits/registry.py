@@ -1,6 +1,6 @@
-"""The logits processors of a worker by name, and their instances for a request. Imports the classes in the flags.
+"""What a logits processor is; those of a worker by name, and their instances for a request.
 
-Does not import torch: an engine without processors has an empty registry.
+Imports the classes in the flags, but not torch: an engine without processors has an empty registry.
 """
 
 import importlib
@@ -8,20 +8,75 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+import structlog
 
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import LogitsProcessor
 from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
-from penstock.workers.engines.logits.processor_protocol import BaseLogitsProcessor, ErrorCounter
 from penstock.workers.engines.support import is_of_an_extra
 
 if TYPE_CHECKING:
-    from penstock.workers.engines.logits.apply import Chain
+    from torch import Tensor
+
+log = structlog.get_logger("engine")
+
+
+@runtime_checkable
+class BaseLogitsProcessor(Protocol):
+    """Edits the logits of one sequence, in place. One instance per sequence.
+
+    The constructor gets the request's ``args`` by keyword. It also gets those of the following that it has as
+    parameters; requests cannot set them:
+
+    - ``tokenizer``: the model's tokenizers.Tokenizer. Use it in the constructor, do not keep it (see below);
+    - ``prompt_len``: how many tokens of ``input_ids`` are the prompt;
+    - ``vocab_size``: width of the logits;
+    - ``eos_token_ids``: the tokens that end an answer of this model.
+
+    It runs in the engine thread, so it must be fast. For invalid arguments it raises ValueError or TypeError, and the
+    request is refused with that message.
+
+    An instance may keep what it derives from its arguments, but its edits must depend on ``input_ids`` only: a sequence
+    that continues on another worker gets a new instance in the middle of its output. TensorRT-LLM pickles it, so its
+    class must be importable there, without locks, sockets or device tensors before the first call. Each rank of a
+    tensor-parallel group runs a copy.
+    """
+
+    def __call__(self, input_ids: Sequence[int], logits: "Tensor") -> None:
+        """
+        Args:
+            input_ids: the prompt and all generated tokens; read-only.
+            logits: (vocab,) of the next token, a view that is edited in place. Return values are ignored.
+        """
+
+
+class ErrorCounter:
+    """The failures of one engine. ``count``: calls that were undone."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._logged: set[tuple[str, str]] = set()
+
+    def add(self, name: str, kind: str, error: str) -> None:
+        """Count a failure. ``kind`` decides whether it is logged, since the text may contain changing numbers."""
+        self.count += 1
+        if (name, kind) not in self._logged:
+            self._logged.add((name, kind))
+            log.error("logits_processor_failed", processor=name, error=error, action="logits left as they were")
+
+
+class Chain(NamedTuple):
+    """The processors of one sequence, in order."""
+
+    names: tuple[str, ...]
+    processors: tuple[BaseLogitsProcessor, ...]
+    errors: ErrorCounter
+
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ARGS: Callable[[bytes], dict[str, Any]] = msgspec.json.Decoder(dict[str, Any]).decode
@@ -84,7 +139,7 @@ class Registry:
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
 
-    def chain(self, request: SequenceRequest) -> "Chain | None":
+    def chain(self, request: SequenceRequest) -> Chain | None:
         """New instances for one sequence; None: it has no processors.
 
         Raises:
@@ -97,14 +152,12 @@ class Registry:
         """The processors of a request, those of every request first."""
         return self.defaults + request.sampling.logits_processors
 
-    def chain_of(self, selected: Sequence[LogitsProcessor], *, prompt_len: int) -> "Chain":
+    def chain_of(self, selected: Sequence[LogitsProcessor], *, prompt_len: int) -> Chain:
         """New instances.
 
         Raises:
             RequestError: as ``chain``.
         """
-        from penstock.workers.engines.logits.apply import Chain
-
         instances = self._instances(selected, prompt_len=prompt_len)
         return Chain(tuple(each.name for each in selected), tuple(instances), self.errors)
 

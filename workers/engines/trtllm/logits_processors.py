@@ -22,9 +22,8 @@ from penstock.workers.engines.constraints.compiler import ConstraintCompiler, co
 from penstock.workers.engines.constraints.token_mask import Matcher
 from penstock.workers.engines.engine_protocol import RequestError, SequenceRequest
 from penstock.workers.engines.logits import registry as flags
-from penstock.workers.engines.logits.apply import Chain, ReadOnly, run
-from penstock.workers.engines.logits.processor_protocol import ErrorCounter
-from penstock.workers.engines.logits.registry import ProcessorError, Registry
+from penstock.workers.engines.logits.apply import ReadOnly, run
+from penstock.workers.engines.logits.registry import Chain, ErrorCounter, ProcessorError, Registry
 
 
 class TrtllmProcessor:
@@ -125,7 +124,7 @@ _compilers: dict[Path, ConstraintCompiler] = {}  # of this process
 
 
 class ConstraintProcessor:
-    """Implements ``penstock.workers.engines.logits.processor_protocol.BaseLogitsProcessor``.
+    """Implements ``penstock.workers.engines.logits.registry.BaseLogitsProcessor``.
 
     Args:
         path: of the model.

@@ -6,7 +6,7 @@ from typing import Any
 from penstock.schemas.requests import LogitsProcessor, Sampling, Stop
 from penstock.workers.engines.engine_protocol import SequenceRequest
 from penstock.workers.engines.logits import ModelInfo, Registry
-from penstock.workers.engines.logits.apply import Chain
+from penstock.workers.engines.logits.registry import Chain
 
 OWN = "tests.workers.engines.logits.own"
 VOCAB = 32
