@@ -158,7 +158,7 @@ class ChatTemplate:
         if self.wants_parts:
             messages = [_in_parts(message) for message in messages]
         beside: dict[str, str] = {}
-        nonce = secrets.token_hex(8)
+        nonce = secrets.token_hex(8) if self.lead else ""
         if self.lead:
             messages = [_beside_calls(message, beside, nonce) for message in messages]
         mark = last = ""

@@ -23,7 +23,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context, pass_environment
 
@@ -132,7 +132,12 @@ class Compiled:
         template = self._template
         context = template.new_context(variables)
         context.meter = _Meter()  # type: ignore[attr-defined]
-        return _concat(list(template.root_render_func(context)))
+        try:
+            return _concat(list(template.root_render_func(context)))
+        finally:  # a macro refers to itself by its context: collecting such cycles took 3 % of a gateway's time
+            for value in context.vars.values():
+                if value.__class__ is Macro:
+                    value.__dict__.clear()
 
 
 class _MeteredContext(Context):

@@ -1,5 +1,6 @@
 """Templates end with an error where they would take too long or make too much, and are not slower for it otherwise."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -135,3 +136,21 @@ def test_what_leads_out_of_the_sandbox_is_not_read(read: str) -> None:
     with pytest.raises(TemplateError):
         template.render(messages)
     assert messages == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro f(m) %}{{ m.content }}{% endmacro %}{{ f(messages[0]) }}",
+        "{% if messages %}{% macro f(n) %}{% if n %}{{ f(n - 1) }}{% endif %}{% endmacro %}{% endif %}{{ f(3) }}",
+        "{% macro g(n) %}{{ f(0) if n }}{% endmacro %}{% macro f(n) %}{{ g(n) }}{% endmacro %}{{ f(2) }}",
+        "{% macro f(m) %}{{ caller() }}{% endmacro %}{% call f(1) %}{{ messages[0].content }}{% endcall %}",
+    ],
+)
+def test_a_rendering_leaves_nothing_for_garbage_collection(source: str) -> None:
+    template = ChatTemplate(source, {})
+    template.render(MANY[:1])
+    gc.collect()
+    for _ in range(20):
+        template.render(MANY[:1])
+    assert gc.collect() < 20
