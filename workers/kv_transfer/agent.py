@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 
-MOST_RANGES = 1 << 14  # of a copy that takes some heads of each block
+MOST_BLOCKS = 4096  # in a staging buffer
 PIECE_BYTES = 64 << 20  # a direct copy blocks the agent's thread: about 10 ms each
 WORD_BYTES = 4  # of a generation
 
@@ -70,6 +70,8 @@ def check_pool(own: Endpoint, peer: Endpoint, pool: str) -> None:
         if not common_heads(own_pool, peer_pool):
             parts = f"{_part(peer_pool)} there, {_part(own_pool)} here"
             raise _refused(peer, f"pool {pool!r} holds {parts}, which have nothing in common")
+        if _head_bytes(own_pool) != _head_bytes(peer_pool):
+            raise _refused(peer, f"pool {pool!r} has blocks of {peer_pool.block_bytes} bytes, which its layout has not")
         return
     if own_pool.block_bytes != peer_pool.block_bytes:
         raise _refused(
@@ -172,6 +174,11 @@ def _part(pool: Memory) -> _Part | None:
     return _Part(dtype, math.prod(outer), size, pool.first_head, heads, pool.all_heads or heads)
 
 
+def _head_bytes(pool: Memory) -> float:
+    part = _part(pool)
+    return pool.block_bytes / (part.rows * part.heads) if part is not None and part.heads else 0.0
+
+
 def common_heads(own_pool: Memory, peer_pool: Memory) -> range:
     """The heads of a block that both pools have; also empty if their blocks differ otherwise."""
     own, peer = _part(own_pool), _part(peer_pool)
@@ -180,42 +187,71 @@ def common_heads(own_pool: Memory, peer_pool: Memory) -> range:
     return range(max(own.first, peer.first), min(own.first + own.heads, peer.first + peer.heads))
 
 
-def same_heads(own_pool: Memory, peer_pool: Memory) -> bool:
-    """Whether two pools with common heads have exactly the same ones, so that blocks are copied whole."""
-    return (own_pool.first_head, own_pool.layout) == (peer_pool.first_head, peer_pool.layout)
+def differ_in_heads(own_pool: Memory, peer_pool: Memory) -> bool:
+    """Whether two pools have common heads, but not all, so that blocks cannot be read into place."""
+    return (
+        bool(own_pool.all_heads or peer_pool.all_heads)
+        and (own_pool.first_head, own_pool.layout) != (peer_pool.first_head, peer_pool.layout)
+        and bool(common_heads(own_pool, peer_pool))
+    )
 
 
-def head_copies(
-    own_pool: Memory, peer_pool: Memory, local: Sequence[int], remote: Sequence[int]
-) -> tuple[Iterator[CopyOp], int]:
-    """The copies of the heads of these blocks that both pools have, and their number of bytes.
+class HeadCopy(NamedTuple):
+    """Heads of blocks that were read whole, and where they belong. Both blocks are (rows, heads, bytes of a head)."""
 
-    There is one range per layer and token, in which the heads are contiguous.
+    blocks: NDArray[np.int64]  # of the own pool, in the order of those that were read
+    rows: int
+    size: int
+    heads: int  # of a block that was read
+    start: int  # the first of them that is taken
+    own_heads: int  # of a block of the own pool
+    own_start: int  # the first of them that is replaced
+    taken: int
+
+
+class StagedPiece(NamedTuple):
+    """Blocks of a peer that are read into one staging buffer. ``remote``: their ids there."""
+
+    remote: NDArray[np.int64]
+    copy: HeadCopy
+
+
+def staged_pieces(
+    own_pool: Memory, peer_pool: Memory, local: Sequence[int], remote: Sequence[int], room: int
+) -> tuple[Iterator[StagedPiece], int]:
+    """What is read to get the heads of these blocks that both pools have, and how many bytes of heads these are.
+
+    Args:
+        room: bytes of a staging buffer, at least those of one of the peer's blocks.
     """
     own, peer, heads = _part(own_pool), _part(peer_pool), common_heads(own_pool, peer_pool)
     assert own is not None
     assert peer is not None
     size = own_pool.block_bytes // (own.rows * own.heads)  # bytes of a head
-    return _head_copies((own_pool, own, local), (peer_pool, peer, remote), heads, size), (
+    copy = HeadCopy(
+        np.empty(0, np.int64), own.rows, size, peer.heads, heads.start - peer.first, own.heads,
+        heads.start - own.first, len(heads),
+    )  # fmt: skip
+    return _staged_pieces(copy, local, remote, max(1, min(room // peer_pool.block_bytes, MOST_BLOCKS))), (
         len(local) * own.rows * len(heads) * size
     )
 
 
-_Side = tuple[Memory, _Part, Sequence[int]]
+def _staged_pieces(copy: HeadCopy, local: Sequence[int], remote: Sequence[int], step: int) -> Iterator[StagedPiece]:
+    for first in range(0, len(local), step):
+        ids, theirs = (np.array(each[first : first + step], np.int64) for each in (local, remote))
+        yield StagedPiece(theirs, copy._replace(blocks=ids))
 
 
-def _head_copies(own: _Side, peer: _Side, heads: range, size: int) -> Iterator[CopyOp]:
-    rows = own[1].rows
-    lengths, at = np.full(rows, len(heads) * size), np.arange(rows)
-    step = max(1, MOST_RANGES // rows)
-    for first in range(0, len(own[2]), step):
-        sides = []
-        for pool, part, ids in (own, peer):
-            starts = at * part.heads * size + (heads.start - part.first) * size
-            blocks = pool.base + np.array(ids[first : first + step], np.int64) * pool.block_bytes
-            addresses = (blocks[:, None] + starts).reshape(-1)
-            sides.append(MemoryRanges(pool.kind, _rows(addresses, np.tile(lengths, len(blocks)), pool.device)))
-        yield CopyOp(*sides)
+def whole_blocks(staged: Memory, peer_pool: Memory, remote: NDArray[np.int64]) -> CopyOp:
+    """Blocks of a peer, one behind the other in a staging buffer."""
+    return merge_runs(staged, peer_pool, np.arange(len(remote)), remote, BlockSpan(0, peer_pool.block_bytes))
+
+
+def whole_block_bytes(pool: Memory) -> int:
+    """Bytes of a block with the heads of all ranks: the most that a peer's block of the same model can have."""
+    part = _part(pool)
+    return pool.block_bytes if part is None else pool.block_bytes // part.heads * part.all
 
 
 def merge_runs(
@@ -318,8 +354,8 @@ class Agent(Protocol):
     def release(self, handle: Any) -> None:
         """Release a handle. A transfer that is not done keeps moving bytes until the agent is closed."""
 
-    def register(self, address: int, size: int) -> None:
-        """Register CPU memory as a target of own reads, until the agent is closed."""
+    def register(self, address: int, size: int, kind: str = "cpu", device: int = 0) -> None:
+        """Register memory as a target of own reads, until the agent is closed."""
 
     def progress(self) -> None:
         """Drive peers' transfers and connections."""

@@ -21,9 +21,18 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from penstock.schemas.transfer import Endpoint
+from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer import agent as blocks
-from penstock.workers.kv_transfer.agent import Agent, CopyOp, PeerLost, TransferRejected, pools_bytes
+from penstock.workers.kv_transfer.agent import (
+    Agent,
+    CopyOp,
+    HeadCopy,
+    PeerLost,
+    StagedPiece,
+    TransferRejected,
+    pools_bytes,
+)
+from penstock.workers.kv_transfer.staging import READS, StagingBuffer
 from penstock.workers.kv_transfer.transport_protocol import (
     CAUSES,
     DRAIN_S,
@@ -31,7 +40,7 @@ from penstock.workers.kv_transfer.transport_protocol import (
     TransferError,
     TransferResult,
     TransportStats,
-    completed_future,
+    when_done,
 )
 
 SMALLEST_BYTES = 4096
@@ -149,14 +158,14 @@ class LoadedPeers:
             self._agent.remove(name)
 
 
-Op: TypeAlias = Literal["READ", "WRITE", "CONNECT"]
+Op: TypeAlias = Literal["READ", "WRITE", "CONNECT", "COMPARE"]
 WARM_BYTES = 4
 TICK_S = 0.05  # a longer pause does not count as draining: this process may have been stopped
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class TransferRequest:
-    """One call of a transport's user. "CONNECT" reads a few bytes to open the connection."""
+    """One call of a transport's user. "CONNECT" reads a few bytes to open the connection, "COMPARE" generations."""
 
     op: Op
     peer: Endpoint
@@ -171,15 +180,25 @@ class TransferRequest:
 
 
 @dataclass(eq=False, slots=True)
+class _Posted:
+    """What an agent moves, or a copy out of a part of the staging buffer, which has no handle."""
+
+    handle: Any
+    at_risk: int  # local blocks that it may touch
+    part: int = -1  # of the staging buffer: read into, then copied from
+    copy: HeadCopy | None = None
+
+
+@dataclass(eq=False, slots=True)
 class _Transfer:
     request: TransferRequest
-    moves: Iterator[CopyOp] = field(default_factory=lambda: iter(()))
+    moves: Iterator[CopyOp | StagedPiece] = field(default_factory=lambda: iter(()))
     size: int = 0  # bytes
-    move: CopyOp | None = None  # posted, or next
-    handle: Any = None  # of what is posted
+    move: CopyOp | StagedPiece | None = None  # the next
+    posted: list[_Posted] = field(default_factory=list)  # one, but of a staged read several
+    staging: StagingBuffer | None = None
     reloaded: bool = False
     scratch: "NDArray[np.uint32] | None" = None
-    at_risk: int = 0  # local blocks that what is posted may touch; 0 while only the scratch is read
     gpu: bool = False  # both sides are GPU memory
 
     @property
@@ -189,9 +208,10 @@ class _Transfer:
 
 @dataclass(eq=False, slots=True)
 class _Quarantined:
-    """A posted transfer that has failed and not ended."""
+    """What a failed transfer has posted and has not ended."""
 
     transfer: _Transfer
+    posted: _Posted
     since: float
     settled: "Future[None]"
 
@@ -223,11 +243,14 @@ class InflightTransfers:
         self._seconds = 0.0
         self._failures: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._closed = ""  # why there is no agent
+        self._staging: dict[tuple[str, int], StagingBuffer] = {}  # by kind and device; made for the first such peer
         self._open(name)
 
     def _open(self, name: str) -> None:
         self.agent = self._make(name)
         self._peers, self._scratch = LoadedPeers(self.agent), ScratchBuffers(self.agent)
+        for staging in self._staging.values():
+            staging.register(self.agent)
         self._closed = ""
 
     @property
@@ -300,11 +323,15 @@ class InflightTransfers:
         for transfer in list(self._live):
             self._abort(transfer, cause, reason, now)
         for held in self._quarantined:
-            self.agent.release(held.transfer.handle)
+            if held.posted.handle is not None:
+                self.agent.release(held.posted.handle)
         self.agent.close()
         self._peers, self._closed = LoadedPeers(self.agent), reason
         free, self._quarantined = self._quarantined, []
         for each in free:
+            staging, (handle, part) = each.transfer.staging, (each.posted.handle, each.posted.part)
+            if staging is not None and part >= 0 and (handle is not None or staging.wait(part)):
+                staging.free(part)
             each.settled.set_result(None)
         self._drain(DRAIN_S)
 
@@ -314,7 +341,7 @@ class InflightTransfers:
         return TransportStats(
             live=len(self._live),
             quarantined_transfers=len(held),
-            quarantined_blocks=sum(each.transfer.at_risk for each in held),
+            quarantined_blocks=sum(each.posted.at_risk for each in held),
             peers=len(self._peers),
             transfers=self._transfers,
             bytes_read=self._bytes["READ"],
@@ -323,7 +350,9 @@ class InflightTransfers:
             failures=dict(self._failures),
             renewals=self._renewals,
             registered_bytes=0 if self._closed else pools_bytes(self.agent.endpoint),
-            buffer_bytes=0 if self._closed else self._scratch.bytes,
+            buffer_bytes=0
+            if self._closed
+            else self._scratch.bytes + sum(each.bytes for each in list(self._staging.values())),
         )
 
     def _drain(self, seconds: float) -> None:
@@ -342,6 +371,9 @@ class InflightTransfers:
         peer = request.peer
         if request.op == "CONNECT":
             blocks.check_peer(own, peer)
+            for name in own.pools.keys() & peer.pools.keys():
+                if blocks.differ_in_heads(own.pools[name], peer.pools[name]):
+                    self._staging_for(own.pools[name])
             self._peers.load(peer)
             if peer_pool := next((pool for pool in peer.pools.values() if pool.block_bytes), None):
                 transfer.scratch = self._scratch.take(WARM_BYTES)
@@ -349,6 +381,11 @@ class InflightTransfers:
             return
         blocks.check_pool(own, peer, request.pool)
         own_pool, peer_pool = own.pools[request.pool], peer.pools[request.pool]
+        if request.op == "COMPARE":
+            blocks.check_ids(peer_pool, peer_pool, request.remote, request.remote, ())
+            blocks.check_generations(peer_pool, request.remote, request.generations)
+            self._peers.load(peer)
+            return
         split = own_pool.all_heads or peer_pool.all_heads
         if split and request.op == "WRITE":
             raise TransferError(
@@ -367,66 +404,142 @@ class InflightTransfers:
         if split and request.layers is not None:
             raise TransferError("refused", f"agent {peer.agent}: blocks that ranks share are read with all layers")
         span = blocks.span_of(own_pool, request.layers)
+        staged = blocks.differ_in_heads(own_pool, peer_pool)
+        if staged:
+            transfer.staging = self._staging_for(own_pool)
         self._peers.load(peer)
         # Only a direct copy between processes blocks the thread; an asynchronous one goes in one piece.
         direct = own_pool.kind == peer_pool.kind == "cpu" and own.host == peer.host != ""
-        transfer.at_risk = len(request.local)
         transfer.gpu = own_pool.kind == peer_pool.kind == "cuda"
-        if split and not blocks.same_heads(own_pool, peer_pool):
-            transfer.moves, transfer.size = blocks.head_copies(own_pool, peer_pool, request.local, request.remote)
+        if transfer.staging is not None:
+            transfer.moves, transfer.size = blocks.staged_pieces(
+                own_pool, peer_pool, request.local, request.remote, transfer.staging.part_bytes
+            )
             return
         transfer.size = len(request.local) * (span.end - span.start)
         transfer.moves = blocks.copy_ops(
             own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct, span=span
         )
 
+    def _staging_for(self, pool: Memory) -> StagingBuffer:
+        """
+        Raises:
+            TransferError: unavailable; there is no memory for it.
+        """
+        if (staging := self._staging.get((pool.kind, pool.device))) is None:
+            pools = [each for each in self.agent.endpoint.pools.values() if each.kind == pool.kind]
+            staging = StagingBuffer(max(pools, key=blocks.whole_block_bytes))
+            staging.register(self.agent)
+            self._staging[pool.kind, pool.device] = staging
+        return staging
+
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
-        """Post the next piece, or poll the one posted; returns whether either made progress."""
-        posted = transfer.handle is None
+        """Post the next pieces, and poll those posted; returns whether either made progress."""
+        moved = posted = False
         try:
-            if posted and not self._post_next(transfer):
-                self._finish(transfer, clock())
-                return True
-            ended = self.agent.done(transfer.handle)
+            moved = self._post_next(transfer)
+            posted = bool(transfer.posted)
+            moved |= self._poll(transfer)
         except PeerLost as error:
             self._peers.lost(transfer.peer)
-            if transfer.handle is not None:
-                self._ended(transfer)
-            elif self._reload(transfer):
-                return True
-            self._fail(transfer, "peer_lost", f"agent {transfer.peer}: {error}")
+            if posted or transfer.posted or not self._reload(transfer):
+                self._abort(transfer, "peer_lost", f"agent {transfer.peer}: {error}", clock())
             return True
         except TransferRejected as error:
-            self._fail(transfer, "refused", f"agent {transfer.peer}: {error}")
+            self._abort(transfer, "refused", f"agent {transfer.peer}: {error}", clock())
             return True
-        if ended:
-            self._ended(transfer)
-            if self._complete(transfer):
-                self._finish(transfer, clock())
-        return ended or posted
+        except TransferError as error:
+            self._abort(transfer, error.cause, error.message, clock())
+            return True
+        if not transfer.posted and self._complete(transfer):
+            self._finish(transfer, clock())
+            return True
+        return moved
 
     def _post_next(self, transfer: _Transfer) -> bool:
-        """False: there is nothing left to post.
+        """Post what can be; False: nothing.
 
         Raises:
-            PeerLost, TransferRejected: nothing was posted.
+            PeerLost, TransferRejected: nothing more was posted.
         """
-        request = transfer.request
-        transfer.move = transfer.move or next(transfer.moves, None)
-        if transfer.move is None and request.generations and transfer.scratch is None:
-            transfer.scratch = self._scratch.take(blocks.span_bytes(request.remote))
-            transfer.at_risk = 0
-            peer_pool = request.peer.pools[request.pool]
-            transfer.move = blocks.generation_read(peer_pool, request.remote, transfer.scratch.ctypes.data)
-        if transfer.move is None:
+        request, posted = transfer.request, False
+        while self._has_room(transfer):
+            transfer.move = transfer.move or next(transfer.moves, None)
+            if transfer.move is None and request.generations and transfer.scratch is None and not transfer.posted:
+                transfer.scratch = self._scratch.take(blocks.span_bytes(request.remote))
+                peer_pool = request.peer.pools[request.pool]
+                transfer.move = blocks.generation_read(peer_pool, request.remote, transfer.scratch.ctypes.data)
+            if transfer.move is None:
+                break
+            if not self._peers.usable(transfer.peer):
+                raise PeerLost("it was lost between two pieces")
+            if isinstance(transfer.move, StagedPiece):
+                if not self._post_staged(transfer, transfer.move):
+                    break
+            else:
+                op = "WRITE" if request.op == "WRITE" else "READ"
+                handle = self.agent.post(op, transfer.peer, transfer.move)
+                transfer.posted.append(_Posted(handle, len(request.local) if transfer.scratch is None else 0))
+                self._peers.posted(transfer.peer)
+            transfer.move = None
+            posted = True
+        return posted
+
+    def _has_room(self, transfer: _Transfer) -> bool:
+        reads = READS if transfer.staging is not None else 1
+        return sum(each.handle is not None for each in transfer.posted) < reads
+
+    def _post_staged(self, transfer: _Transfer, piece: StagedPiece) -> bool:
+        """Read whole blocks into a part of the staging buffer; False: all parts are taken."""
+        staging = transfer.staging
+        assert staging is not None
+        if (part := staging.take()) is None:
             return False
-        if not self._peers.usable(transfer.peer):
-            raise PeerLost("it was lost between two pieces")
-        transfer.handle = self.agent.post(
-            "READ" if request.op == "CONNECT" else request.op, transfer.peer, transfer.move
-        )
+        peer_pool = transfer.request.peer.pools[transfer.request.pool]
+        move = blocks.whole_blocks(staging.blocks(part, peer_pool.block_bytes), peer_pool, piece.remote)
+        try:
+            handle = self.agent.post("READ", transfer.peer, move)
+        except (PeerLost, TransferRejected):
+            staging.free(part)
+            raise
+        transfer.posted.append(_Posted(handle, 0, part, piece.copy))
         self._peers.posted(transfer.peer)
         return True
+
+    def _poll(self, transfer: _Transfer) -> bool:
+        """Whether something that was posted has ended; what was read into the staging buffer is copied from there.
+
+        Raises:
+            PeerLost: it has failed, and only it.
+        """
+        moved = False
+        for each in list(transfer.posted):
+            try:
+                if not self._has_ended(transfer, each):
+                    continue
+            except PeerLost:
+                self._ended(transfer, each)
+                raise
+            moved = True
+            if each.handle is None or each.copy is None:
+                self._ended(transfer, each)
+                continue
+            assert transfer.staging is not None
+            self._release(transfer, each)
+            own_pool = self.agent.endpoint.pools[transfer.request.pool]
+            each.handle, each.at_risk = None, len(each.copy.blocks)
+            transfer.staging.start(each.part, own_pool, each.copy)
+        return moved
+
+    def _has_ended(self, transfer: _Transfer, posted: _Posted) -> bool:
+        """
+        Raises:
+            PeerLost: it has failed.
+        """
+        if posted.handle is not None:
+            return self.agent.done(posted.handle)
+        assert transfer.staging is not None
+        return transfer.staging.copied(posted.part)
 
     def _reload(self, transfer: _Transfer) -> bool:
         """Load the peer again, once: it may be running, and only the earlier connection broken."""
@@ -440,11 +553,9 @@ class InflightTransfers:
         return True
 
     def _complete(self, transfer: _Transfer) -> bool:
-        """Whether the piece that has just ended was the last."""
-        if transfer.request.generations:
-            return transfer.scratch is not None
-        transfer.move = next(transfer.moves, None)
-        return transfer.move is None
+        """Whether nothing is left to be posted."""
+        transfer.move = transfer.move or next(transfer.moves, None)
+        return transfer.move is None and (not transfer.request.generations or transfer.scratch is not None)
 
     def _finish(self, transfer: _Transfer, now: float) -> None:
         request = transfer.request
@@ -456,7 +567,7 @@ class InflightTransfers:
                 return
         self._remove(transfer)
         seconds = now - request.started
-        if request.op != "CONNECT":
+        if request.op in self._bytes:
             self._transfers += 1
             self._bytes[request.op] += transfer.size
             self._seconds += seconds
@@ -464,31 +575,42 @@ class InflightTransfers:
 
     def _abort(self, transfer: _Transfer, cause: Cause, reason: str, now: float) -> None:
         """Fail it now; what is posted goes into quarantine."""
-        if transfer.handle is None:
-            self._fail(transfer, cause, reason)
-            return
-        held = _Quarantined(transfer, now, Future())
-        held.settled.set_running_or_notify_cancel()
-        self._quarantined.append(held)
-        self._peers.stuck(transfer.peer)
-        self._fail(transfer, cause, reason, held.settled if transfer.at_risk else completed_future())
+        risky = []
+        for posted in transfer.posted:
+            held = _Quarantined(transfer, posted, now, Future())
+            held.settled.set_running_or_notify_cancel()
+            self._quarantined.append(held)
+            if posted.handle is not None:
+                self._peers.stuck(transfer.peer)
+            if posted.at_risk:
+                risky.append(held.settled)
+        settled: Future[None] = Future()
+        when_done(risky, lambda: settled.set_result(None))
+        self._fail(transfer, cause, reason, settled)
 
     def _settle(self, held: _Quarantined) -> bool:
         transfer, lost = held.transfer, False
         try:
-            if not self.agent.done(transfer.handle):
+            if not self._has_ended(transfer, held.posted):
                 return False
         except PeerLost:
             lost = True
         self._quarantined.remove(held)
-        self._ended(transfer, stuck=True, lost=lost)
-        self._free_scratch(transfer)
+        self._ended(transfer, held.posted, stuck=True, lost=lost)
+        if not transfer.posted:
+            self._free_scratch(transfer)
         held.settled.set_result(None)
         return True
 
-    def _ended(self, transfer: _Transfer, *, stuck: bool = False, lost: bool = False) -> None:
-        self.agent.release(transfer.handle)
-        transfer.handle = transfer.move = None
+    def _ended(self, transfer: _Transfer, posted: _Posted, *, stuck: bool = False, lost: bool = False) -> None:
+        if posted.handle is not None:
+            self._release(transfer, posted, stuck=stuck, lost=lost)
+        if transfer.staging is not None and posted.part >= 0:
+            transfer.staging.free(posted.part)
+        transfer.posted.remove(posted)
+
+    def _release(self, transfer: _Transfer, posted: _Posted, *, stuck: bool = False, lost: bool = False) -> None:
+        self.agent.release(posted.handle)
         self._peers.ended(transfer.peer, stuck=stuck, lost=lost)
 
     def _fail(self, transfer: _Transfer, cause: Cause, reason: str, settled: "Future[None] | None" = None) -> None:
@@ -499,7 +621,7 @@ class InflightTransfers:
     def _remove(self, transfer: _Transfer) -> None:
         if transfer in self._live:
             self._live.remove(transfer)
-        if transfer.handle is None:
+        if not transfer.posted:
             self._free_scratch(transfer)
 
     def _free_scratch(self, transfer: _Transfer) -> None:

@@ -223,8 +223,8 @@ class NixlAgent:
     def release(self, handle: _Posted) -> None:
         self._agent.release_xfer_handle(handle.handle)
 
-    def register(self, address: int, size: int) -> None:
-        self._register(address, size, "cpu", 0)
+    def register(self, address: int, size: int, kind: str = "cpu", device: int = 0) -> None:
+        self._register(address, size, kind, device)
 
     def progress(self) -> None:
         self._agent.get_new_notifs()

@@ -74,6 +74,7 @@ class RankAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         number: of the call; 0: the agent was renewed.
         settled: of a failed one, the blocks may be used again; if not, another answer says when.
+        buffer_bytes: of the rank's transport by then.
     """
 
     number: int
@@ -83,6 +84,7 @@ class RankAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     cause: str = ""
     message: str = ""
     settled: bool = True
+    buffer_bytes: int = 0
 
 
 _decode_call = msgspec.msgpack.Decoder(RankCall).decode
@@ -126,26 +128,28 @@ class RankTransports:
         except TransferError as error:
             result.set_exception(error)
             return result
-        first = [own.read(each, pool, remote, local, timeout=timeout) for own, each in pairs[1:]]
+        reads = [own.read(each, pool, remote, local, timeout=timeout) for own, each in pairs]
 
         def ended() -> None:
-            """The others have read. Whether the blocks are still the owner's is compared last, for all of them."""
-            if failed(first, result):
+            """All have read. Whether the blocks are still the owner's is compared last, for all of them."""
+            if failed(reads, result):
                 return
-            left = timeout - (time.monotonic() - began)
-            last = self._own.read(peer, pool, remote, local, generations=generations, timeout=left)
-            when_done([last], lambda: report(last))
+            compared: list[Future[TransferResult]] = []
+            if generations:
+                left = timeout - (time.monotonic() - began)
+                compared = [self._own.read(peer, pool, remote, (), generations=generations, timeout=left)]
+            when_done(compared, lambda: report(compared))
 
-        def report(last: "Future[TransferResult]") -> None:
-            if not failed([last], result):
-                moved = sum(each.result().bytes for each in (*first, last))
+        def report(compared: "Sequence[Future[TransferResult]]") -> None:
+            if not failed(compared, result):
+                moved = sum(each.result().bytes for each in reads)
                 result.set_result(TransferResult(moved, time.monotonic() - began))
 
-        when_done(first, ended)
+        when_done(reads, ended)
         return result
 
     def _pairs(self, peer: Endpoint, pool: str) -> list[tuple[Transport, Endpoint]]:
-        """Which of our ranks reads from which of the peer's, so that each has all of its heads; both first ones first.
+        """Which of our ranks reads from which of the peer's, so that each has all of its heads.
 
         Raises:
             TransferError: some heads are nowhere.
@@ -196,9 +200,11 @@ class RankTransports:
 
     def stats(self) -> TransportStats:
         """Of rank 0, but with what all ranks have registered."""
-        own = self._own.stats()
-        others = sum(pools_bytes(each.endpoint) for each in self._others)
-        return own._replace(registered_bytes=own.registered_bytes + others)
+        own, others = self._own.stats(), [each.stats() for each in self._others]
+        return own._replace(
+            registered_bytes=own.registered_bytes + sum(each.registered_bytes for each in others),
+            buffer_bytes=own.buffer_bytes + sum(each.buffer_bytes for each in others),
+        )
 
     def close(self) -> None:
         for each in (*self._others, self._own):
@@ -226,6 +232,7 @@ class RemoteTransport:
         self._open: dict[int, Future[Any]] = {}
         self._settling: dict[int, Future[None]] = {}
         self._closed = False
+        self._buffer_bytes = 0
         threading.Thread(target=self._receive, name=f"transfer-{agent}", daemon=True).start()
         try:
             opened: RankAnswer = self._call("open", agent=agent, seconds=quarantine_s).result(OPEN_S)
@@ -277,7 +284,8 @@ class RemoteTransport:
         self._call("renew")
 
     def stats(self) -> TransportStats:
-        return TransportStats(len(self._open), 0, 0, 0, 0, 0, 0, 0.0, {}, 0)
+        registered = pools_bytes(self.endpoint)
+        return TransportStats(len(self._open), 0, 0, 0, 0, 0, 0, 0.0, {}, 0, registered, self._buffer_bytes)
 
     def close(self) -> None:
         """The rank closes its agent when it ends, with the engine."""
@@ -319,6 +327,7 @@ class RemoteTransport:
         if (settled := self._settling.pop(answer.number, None)) is not None:
             settled.set_result(None)
             return
+        self._buffer_bytes = max(self._buffer_bytes, answer.buffer_bytes)
         with self._lock:
             future = self._open.pop(answer.number)
         if not answer.cause:
@@ -352,7 +361,8 @@ def serve_transport(channel: Channel, pools: Mapping[str, Memory], open_transpor
         else:
             moved = future.result()
             counted = (moved.bytes, moved.seconds) if isinstance(moved, TransferResult) else (0, 0.0)
-            answer(RankAnswer(number, None, *counted))
+            buffers = transport.stats().buffer_bytes if transport is not None else 0
+            answer(RankAnswer(number, None, *counted, buffer_bytes=buffers))
 
     def run(call: RankCall) -> "Future[Any]":
         assert transport is not None

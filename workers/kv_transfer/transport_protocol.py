@@ -151,7 +151,8 @@ class Transport(Protocol):
         With ``layers``, only these are copied, from the first to before the second. Ranks that share blocks refuse.
 
         With ``generations``, one per block: fails with "stale" unless they are still the owner's when all bytes have
-        arrived. The future cannot be cancelled and fails with ``TransferError`` only.
+        arrived; without ``local``, only this is checked. The future cannot be cancelled and fails with
+        ``TransferError`` only.
         """
 
     def write(

@@ -21,7 +21,7 @@ import structlog
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.agent import Agent
-from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
+from penstock.workers.kv_transfer.inflight import InflightTransfers, Op, TransferRequest
 from penstock.workers.kv_transfer.transport_protocol import (
     QUARANTINE_S,
     TIMEOUT_S,
@@ -138,9 +138,10 @@ class TransportThread:
         timeout: float = TIMEOUT_S,
     ) -> "Future[TransferResult]":
         now = time.monotonic()
+        op: Op = "COMPARE" if generations and not local else "READ"
         return self._submit(
             TransferRequest(
-                op="READ", peer=peer, pool=pool, local=local, remote=remote, generations=generations, layers=layers,
+                op=op, peer=peer, pool=pool, local=local, remote=remote, generations=generations, layers=layers,
                 started=now, deadline=now + timeout,
             )
         )  # fmt: skip

@@ -118,7 +118,7 @@ class LoopbackAgent:
         if handle.done or handle.peer not in self._network.agents:
             self._posted.remove(handle)
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, address: int, size: int, kind: str = "cpu", device: int = 0) -> None:
         self._memory.append((address, address + size))
 
     def progress(self) -> None:

@@ -1,0 +1,279 @@
+"""Heads of blocks that were read whole find their place; a part of the buffer is used again only when it can be."""
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from penstock.schemas.transfer import Endpoint, Memory
+from penstock.workers.kv_transfer import agent, staging
+from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
+from penstock.workers.kv_transfer.staging import PARTS, StagingBuffer
+from penstock.workers.kv_transfer.transport_protocol import TransferError
+from tests.workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork
+
+BLOCKS, LAYERS, SIZE, DIM, ALL = 24, 2, 3, 4, 4
+QUARANTINE_S = 10.0
+
+
+class Heads:
+    """A pool with some of the heads of each block."""
+
+    def __init__(self, first: int, heads: int, every: int = ALL, dim: int = DIM, kind: str = "cpu") -> None:
+        self.data = np.zeros((BLOCKS, LAYERS, 2, SIZE, heads, dim), np.uint16)
+        self.generations = np.ones(BLOCKS, np.uint32)
+        self.range = slice(first, first + heads)
+        self.memory = Memory(
+            self.data.ctypes.data, self.data[0].nbytes, BLOCKS, kind, generations=self.generations.ctypes.data,
+            layout=f"bfloat16({LAYERS},2,{SIZE},{heads},{dim})", first_head=first, all_heads=every,
+        )  # fmt: skip
+
+
+def values(every: int = ALL, dim: int = DIM) -> NDArray[np.uint16]:
+    return np.arange(1, 1 + BLOCKS * LAYERS * 2 * SIZE * every * dim, dtype=np.uint16).reshape(
+        BLOCKS, LAYERS, 2, SIZE, every, dim
+    )
+
+
+@pytest.fixture(params=["cpu", "cuda"], scope="module")
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """With "cuda", the GPU's copies by torch on a CPU, without streams."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "PART_BYTES", 1)  # as large as a block of all heads
+        if request.param == "cuda":
+            emulate_gpu(patch)
+        yield request.param
+
+
+def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def record(self, _: object) -> None: ...
+
+        def query(self) -> bool:
+            return True
+
+    def as_tensor(found: Any, device: object) -> torch.Tensor:
+        [size], (base, _) = found.__cuda_array_interface__["shape"], found.__cuda_array_interface__["data"]
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(base), dtype=torch.uint8)
+
+    empty, cpu = torch.empty, torch.device("cpu")
+    patch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    patch.setattr(torch, "device", lambda *name: cpu)
+    patch.setattr(torch, "as_tensor", as_tensor)
+    patch.setattr(torch.cuda, "set_device", lambda device: None)
+    patch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    patch.setattr(torch.cuda, "Stream", lambda *device, priority: None)
+    patch.setattr(torch.cuda, "Event", Event)
+
+
+@given(
+    st.integers(1, 8).flatmap(
+        lambda every: st.tuples(st.just(every), *(st.tuples(st.integers(0, every - 1), st.integers(1, 8)),) * 2)
+    ),
+    st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1)), max_size=9, unique_by=lambda p: p[0]),
+    st.integers(1, 4),
+    st.sampled_from([1, 3, 4, 8]),
+)
+def test_heads_that_both_have_are_copied_and_no_others(
+    kind: str, ranges: tuple[int, tuple[int, int], tuple[int, int]], pairs: list[tuple[int, int]], blocks: int, dim: int
+) -> None:
+    every, *sides = ranges
+    own, peer = (Heads(first, min(heads, every - first), every, dim, kind) for first, heads in sides)
+    common = agent.common_heads(own.memory, peer.memory)
+    if not common:
+        return
+    whole, local, remote = values(every, dim), [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    peer.data[:] = whole[..., peer.range, :]
+    buffer = StagingBuffer(own.memory)
+    room = min(blocks * peer.memory.block_bytes, buffer.part_bytes)
+    pieces, size = agent.staged_pieces(own.memory, peer.memory, local, remote, room)
+    for piece in pieces:
+        assert len(piece.remote) * peer.memory.block_bytes <= room
+        part = buffer.take()
+        assert part is not None
+        read = np.ascontiguousarray(peer.data[piece.remote])
+        move = agent.whole_blocks(buffer.blocks(part, peer.memory.block_bytes), peer.memory, piece.remote)
+        assert int(move.local.rows[:, 1].sum()) == int(move.remote.rows[:, 1].sum()) == read.nbytes
+        ctypes.memmove(int(move.local.rows[0, 0]), read.ctypes.data, read.nbytes)
+        buffer.start(part, own.memory, piece.copy)
+        assert buffer.wait(part)
+        buffer.free(part)
+    expected = np.zeros((BLOCKS, LAYERS, 2, SIZE, every, dim), np.uint16)
+    expected[local, ..., common.start : common.stop, :] = whole[remote, ..., common.start : common.stop, :]
+    assert np.array_equal(own.data, expected[..., own.range, :])
+    assert size == len(pairs) * LAYERS * 2 * SIZE * len(common) * dim * 2
+
+
+class World(NamedTuple):
+    network: LoopbackNetwork
+    own: Heads
+    transfers: InflightTransfers
+    peers: dict[str, tuple[Heads, Endpoint]]
+    whole: NDArray[np.uint16]
+    names: list[str]
+
+    def read(
+        self, peer: str = "peer", ids: list[int] | None = None, timeout: float = 1.0, now: float = 0.0, stale: int = 0
+    ) -> TransferRequest:
+        """Blocks into those of the same numbers."""
+        ids = list(range(12)) if ids is None else ids
+        pool, endpoint = self.peers[peer]
+        generations = [int(pool.generations[each]) + stale for each in ids]
+        request = TransferRequest(
+            op="READ", peer=endpoint, pool="kv", local=ids, remote=ids, generations=generations,
+            started=now, deadline=now + timeout,
+        )  # fmt: skip
+        self.transfers.start(request, now)
+        return request
+
+    def steps(self, now: float, number: int = 60) -> None:
+        for _ in range(number):
+            self.transfers.step(now, lambda: now)
+
+    def has(self, ids: list[int]) -> bool:
+        return np.array_equal(self.own.data[ids], self.whole[ids][..., self.own.range, :])
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Peers with all heads, a worker with two of them, and parts of two blocks."""
+    network, own, whole, names = LoopbackNetwork(), Heads(1, 2), values(), list[str]()
+    peers = {}
+    for name in ("peer", "other"):
+        pool = Heads(0, ALL, 0)
+        pool.data[:] = whole
+        peers[name] = (pool, LoopbackAgent(network, name, {"kv": pool.memory}).endpoint)
+    monkeypatch.setattr(staging, "PART_BYTES", 2 * peers["peer"][0].memory.block_bytes)
+
+    def make(name: str) -> LoopbackAgent:
+        names.append(name)
+        return LoopbackAgent(network, name, {"kv": own.memory})
+
+    return World(network, own, InflightTransfers(make, "me", lambda _: None, QUARANTINE_S), peers, whole, names)
+
+
+def failure(request: TransferRequest) -> TransferError:
+    assert request.future.done(), "it has not ended"
+    error = request.future.exception()
+    assert isinstance(error, TransferError)
+    return error
+
+
+def test_reads_at_once_share_the_parts_and_all_arrive(world: World) -> None:
+    ids = [list(range(at, at + 8)) for at in (0, 8, 16)]
+    requests = [world.read(peer, each) for peer, each in zip(("peer", "other", "peer"), ids, strict=True)]
+    world.steps(0.1)
+    assert [request.future.result().bytes for request in requests] == [8 * world.own.data[0].nbytes] * 3
+    assert world.has(list(range(24)))
+    stats = world.transfers.stats()
+    assert stats.buffer_bytes >= PARTS * staging.PART_BYTES
+    assert stats.bytes_read == world.own.data.nbytes
+
+
+def test_blocks_are_free_at_once_when_a_peer_stalls_and_others_are_still_read(world: World) -> None:
+    """What is posted writes into the buffer alone, whose parts stay taken until it has ended."""
+    world.network.stall("peer")
+    request = world.read()
+    world.steps(1.0)
+    assert failure(request).cause == "timeout"
+    assert failure(request).settled.done()
+    stats = world.transfers.stats()
+    assert (stats.quarantined_transfers, stats.quarantined_blocks) == (staging.READS, 0)
+    other = world.read("other", now=1.0)
+    world.steps(1.1)
+    assert other.future.result()
+    assert world.has(list(range(12)))
+    world.own.data[:] = 0
+    world.network.resume("peer")
+    world.steps(1.2)
+    assert not world.own.data.any(), "late bytes are not copied"
+    assert world.transfers.stats().quarantined_transfers == 0
+    again = [world.read(peer, now=1.3) for peer in ("peer", "other")]
+    world.steps(1.3)
+    assert all(each.future.result() for each in again)
+
+
+def test_reads_that_find_no_part_wait_until_their_deadline(world: World) -> None:
+    world.network.stall("peer")
+    world.network.stall("other")
+    holding = [world.read(peer, timeout=5.0) for peer in ("peer", "other")]
+    world.steps(0.1)
+    waiting = world.read("other", ids=[20], timeout=1.0)
+    world.steps(1.0)
+    assert failure(waiting).cause == "timeout"
+    assert failure(waiting).settled.done()
+    for each in ("peer", "other"):
+        world.network.resume(each)
+    world.steps(1.1)
+    assert all(each.future.result() for each in holding)
+
+
+def test_a_peer_that_is_lost_between_two_pieces_leaves_no_part_taken(world: World) -> None:
+    request = world.read()
+    world.steps(0.1, number=1)
+    world.network.stall("peer")
+    world.steps(0.2, number=3)
+    world.network.kill("peer")
+    world.steps(0.3)
+    assert failure(request).cause == "peer_lost"
+    assert failure(request).settled.done()
+    others = [world.read("other", now=0.4) for _ in range(PARTS)]
+    world.steps(0.4)
+    assert all(each.future.result() for each in others)
+
+
+def test_a_new_agent_reads_into_the_same_buffer(world: World) -> None:
+    world.network.stall("peer")
+    request = world.read()
+    world.steps(1.0)
+    world.steps(1.1 + QUARANTINE_S)
+    assert failure(request).settled.done()
+    assert world.names == ["me", "me.1"]
+    again = world.read("other", now=12.0)
+    world.steps(12.0)
+    assert again.future.result()
+    assert world.has(list(range(12)))
+
+
+def test_blocks_that_get_another_owner_meanwhile_are_stale(world: World) -> None:
+    request = world.read(stale=1)
+    world.steps(0.1)
+    assert failure(request).cause == "stale"
+
+
+def test_a_running_copy_keeps_its_blocks_until_it_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = False
+    monkeypatch.setattr(StagingBuffer, "copied", lambda self, part: ends)
+    request = world.read(ids=[1, 2])
+    world.steps(0.1)
+    world.steps(1.0)
+    assert failure(request).cause == "timeout"
+    assert not failure(request).settled.done()
+    assert world.transfers.stats().quarantined_blocks == 2
+    ends = True
+    world.steps(1.1)
+    assert failure(request).settled.done()
+
+
+def test_blocks_that_are_not_as_long_as_their_layout_are_refused(world: World) -> None:
+    pool, right = world.peers["peer"]
+    wrong = msgspec.structs.replace(pool.memory, block_bytes=2 * pool.memory.block_bytes, blocks=1)
+    world.peers["peer"] = (pool, msgspec.structs.replace(right, pools={"kv": wrong}))
+    assert failure(world.read(ids=[0])).cause == "refused"
+
+
+def test_memory_for_the_buffer_that_is_not_there_fails_the_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(pool: Memory) -> StagingBuffer:
+        raise TransferError("unavailable", "no 192 MiB of GPU 0")
+
+    monkeypatch.setattr("penstock.workers.kv_transfer.inflight.StagingBuffer", full)
+    request = world.read(ids=[0])
+    assert failure(request).cause == "unavailable"
+    assert failure(request).settled.done()
