@@ -4,6 +4,9 @@ Pure: no engine, no clock, no thread. There is one translator per attention-DP r
 cannot be named for certain (its parent was lost, two tenants have a copy of its tokens, or its media are unknown) is
 left out with all its descendants: a router then sees fewer blocks than there are, never more. Blocks in host
 memory have ``tier`` 1.
+
+The KV cache manager V2 of later releases names blocks by 64 hexadecimal digits, and tells of each group of layers on
+its own: a block counts while all groups with the largest window hold it on the device.
 """
 
 from array import array
@@ -80,30 +83,30 @@ class TrtllmFormat:
         self.window: int | None = None
         self._block_size = block_size
         self._roots = roots
-        self._created_windows: set[int] = set()
+        self._created: set[tuple[int, int]] = set()  # windows and groups of layers
+        self._groups: set[int] = set()  # with the window that is followed
+        self._held: dict[bytes | int, set[int]] = {}  # by which of several groups
         self._expected: int | None = None  # the next event_id
 
     def lost(self) -> None:
         self._expected = None  # the number of lost events is unknown
+        self._held.clear()
 
     def apply(self, event: Mapping[str, Any], blocks: EventTranslator) -> None:
         self._check_sequence(int(event["event_id"]), blocks)
-        data, window = event["data"], event.get("window_size")
+        data, window, group = event["data"], event.get("window_size"), event.get("layer_group_id") or 0
         kind = data["type"]
         if kind == "created":
-            self._created(int(window) if window is not None else 0, blocks)
+            self._create(int(window) if window is not None else 0, group, blocks)
         elif window is not None and self.window is not None and window != self.window:
             blocks.counts.filtered += 1
         elif kind == "stored":
-            self._stored(data, blocks)
+            self._stored(data, group, blocks)
         elif kind == "removed":
-            for key in map(key_of, data["block_hashes"]):
-                if key in blocks.partial:
-                    blocks.partial.discard(key)
-                else:
-                    blocks.tree.remove_subtree(key)
+            for key in map(_key_of, data["block_hashes"]):
+                self._removed(key, group, blocks)
         elif kind == "updated":
-            _updated(data, blocks)
+            self._updated(data, group, blocks)
         else:
             raise ValueError(f"event type {kind!r}")
 
@@ -117,28 +120,39 @@ class TrtllmFormat:
                 got=event_id,
                 action="forgetting this worker's blocks; raise kv_cache_config.event_buffer_max_size",
             )
-            blocks.clear()
+            self._clear(blocks)
         self._expected = event_id + 1
 
-    def _created(self, window: int, blocks: EventTranslator) -> None:
-        """A cache was created: at the start, one event per attention window. The largest window is followed."""
-        if window in self._created_windows:  # it was created again
-            blocks.clear()
-            self._created_windows.clear()
-        self._created_windows.add(window)
+    def _clear(self, blocks: EventTranslator) -> None:
+        blocks.clear()
+        self._held.clear()
+
+    def _create(self, window: int, group: int, blocks: EventTranslator) -> None:
+        """A cache was created: at the start, one event per window or group. The largest window is followed."""
+        if (window, group) in self._created:  # it was created again
+            self._clear(blocks)
+            self._created.clear()
+        self._created.add((window, group))
         if window > (self.window or 0):
             if self.window is not None:
-                blocks.clear()
+                self._clear(blocks)
             self.window = window
+        self._groups = {group for window, group in self._created if window == self.window}
 
-    def _stored(self, data: Mapping[str, Any], blocks: EventTranslator) -> None:
+    def _stored(self, data: Mapping[str, Any], group: int, blocks: EventTranslator) -> None:
+        keys = [_key_of(block["block_hash"]) for block in data["blocks"]]
+        if len(self._groups) > 1:
+            for key in keys:
+                self._held.setdefault(key, set()).add(group)
         above = data.get("parent_hash")
-        parent = None if above is None else blocks.tree.find(key_of(above))
+        parent = None if above is None else blocks.tree.find(_key_of(above))
         if above is not None and parent is None:
-            blocks.counts.unnamed += len(data["blocks"])
+            blocks.counts.unnamed += len(keys)
             return
-        for block in data["blocks"]:
-            key, tokens = key_of(block["block_hash"]), block["tokens"]
+        for key, block in zip(keys, data["blocks"], strict=True):
+            tokens = block["tokens"]
+            if key in self._held and not self._held[key] >= self._groups:
+                return  # the last group's event has what follows, too
             if len(tokens) < self._block_size:
                 blocks.partial.add(key)
                 blocks.counts.partial += 1
@@ -162,24 +176,46 @@ class TrtllmFormat:
         above = self._roots.of(packed) if parent is None else parent.digest
         if above is None or (has_extra_ids and not media):
             return None
-        digests = [bytes.fromhex(key["hash"]) for key in media]
+        digests: list[bytes] = []
+        for key in media:
+            digest = bytes.fromhex(key["hash"])
+            if key.get("start_offset") and digests[-1:] == [digest]:
+                continue  # the rest of a medium that text interrupts
+            digests.append(digest)
         if not all(map(self._roots.knows, digests)):
             return None
         return block_hashes.extend(above, packed, b"".join(digests))
 
+    def _removed(self, key: bytes | int, group: int, blocks: EventTranslator) -> None:
+        held = self._held.get(key, set())
+        held.discard(group)
+        if not held:
+            self._held.pop(key, None)
+        if key in blocks.partial:
+            blocks.partial.discard(key)
+        else:
+            blocks.tree.remove_subtree(key)
 
-def _updated(data: Mapping[str, Any], blocks: EventTranslator) -> None:
-    """A block moved to another memory, or its priority changed (ignored)."""
-    change = data.get("cache_level")
-    block = blocks.tree.find(key_of(data["block_hash"]))
-    if block is not None and isinstance(change, Mapping) and change.get("new_value") is not None:
-        blocks.tree.move(block, int(change["new_value"]))
+    def _updated(self, data: Mapping[str, Any], group: int, blocks: EventTranslator) -> None:
+        """A block moved to another memory, or its priority changed (ignored)."""
+        change, key = data.get("cache_level"), _key_of(data["block_hash"])
+        block = blocks.tree.find(key)
+        if block is None or not isinstance(change, Mapping) or change.get("new_value") is None:
+            return
+        if len(self._groups) > 1:  # one of them has it elsewhere now
+            self._removed(key, group, blocks)
+        else:
+            blocks.tree.move(block, int(change["new_value"]))
+
+
+def _key_of(value: Any) -> bytes | int:
+    return value.encode() if isinstance(value, str) else key_of(value)
 
 
 def by_rank(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """Events by rank, in order; those without a valid rank are rank 0's."""
+    """Events by rank, in order; those without a valid rank are rank 0's. Empty ones are no events."""
     events_of: dict[int, list[Mapping[str, Any]]] = {}
-    for event in events:
+    for event in filter(None, events):
         rank = event.get("attention_dp_rank") if isinstance(event, Mapping) else None
         events_of.setdefault(rank if isinstance(rank, int) and rank > 0 else 0, []).append(event)
     return events_of

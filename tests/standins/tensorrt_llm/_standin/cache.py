@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from tensorrt_llm._standin.model import Kv
-from tensorrt_llm._standin.variant import LATER, QUIRKS
+from tensorrt_llm._standin.variant import LATER, LATEST, QUIRKS
 
 PRIORITY = 35
 Key = tuple[tuple[int, ...], tuple[tuple[str, int], ...]]  # tokens, (hash, start offset) of media in the block
@@ -20,7 +20,8 @@ class Block:
     def __init__(self, parent: Block | None, key: Key, kv: Kv | None, seed: str = "", priority: int = PRIORITY) -> None:
         self.parent, self.key, self.kv, self.priority = parent, key, kv, priority
         text = f"{seed}|{parent.hash if parent else 0}|{key}"
-        self.hash = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+        digest = blake2b(text.encode(), digest_size=32).digest()
+        self.hash: int | str = digest.hex() if LATEST else int.from_bytes(digest[:8], "little")  # V2's or V1's
         self.children: dict[Key, Block] = {}
         self.refs = 0
         self.used = 0
@@ -40,7 +41,7 @@ class Events:
         self._windows, self._size, self._rank = sorted(set(windows)), size, rank
         self._ids = itertools.count()
         self._pending: list[dict[str, Any]] = []
-        self._known: dict[int, set[int]] = {window: set() for window in self._windows}
+        self._known: dict[int, set[int | str]] = {window: set() for window in self._windows}
 
     def take(self) -> list[dict[str, Any]]:
         """Since the last call."""
@@ -53,6 +54,7 @@ class Events:
             event["attention_dp_rank"] = self._rank
         if LATER:
             event["layer_group_id"] = self._windows.index(window) if window in self._windows else 0
+            event["hash_algo"] = "v2_sha256" if LATEST else "v1_block_key"
         self._pending.append(event)
 
     def created(self, primary: int, secondary: int) -> None:

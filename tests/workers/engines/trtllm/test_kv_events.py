@@ -34,21 +34,25 @@ class Source:
         self._rank = rank
         self.window = window
 
-    def event(self, data: dict[str, Any], window: int | None = None, skip: int = 0) -> dict[str, Any]:
+    def event(
+        self, data: dict[str, Any], window: int | None = None, skip: int = 0, group: int | None = None
+    ) -> dict[str, Any]:
         for _ in range(skip):
             next(self._ids)
         event: dict[str, Any] = {"event_id": next(self._ids), "data": data}
+        if group is not None:
+            event["layer_group_id"] = group
         if self.window is not None:
             event["window_size"] = window or self.window
         if self._rank is not None:
             event["attention_dp_rank"] = self._rank
         return event
 
-    def created(self, window: int | None = None) -> dict[str, Any]:
-        return self.event({"type": "created", "num_blocks_per_cache_level": [10, 0]}, window)
+    def created(self, window: int | None = None, **more: Any) -> dict[str, Any]:
+        return self.event({"type": "created", "num_blocks_per_cache_level": [10, 0]}, window, **more)
 
     def stored(
-        self, hashes: Sequence[int], tokens: Sequence[int], parent: int | None = None, **more: Any
+        self, hashes: Sequence[int | str], tokens: Sequence[int], parent: int | str | None = None, **more: Any
     ) -> dict[str, Any]:
         """Blocks of ``SIZE`` tokens, the last one of what is left."""
         each = [
@@ -67,12 +71,12 @@ class Source:
         ]
         return self.event({"type": "stored", "parent_hash": parent, "blocks": each}, **more)
 
-    def removed(self, *hashes: int, **more: Any) -> dict[str, Any]:
+    def removed(self, *hashes: int | str, **more: Any) -> dict[str, Any]:
         return self.event({"type": "removed", "block_hashes": list(hashes)}, **more)
 
-    def moved(self, value: int, level: int) -> dict[str, Any]:
+    def moved(self, value: int | str, level: int, **more: Any) -> dict[str, Any]:
         diff = {"type": "event_diff", "new_value": level, "old_value": 1 - level}
-        return self.event({"type": "updated", "block_hash": value, "cache_level": diff, "priority": None})
+        return self.event({"type": "updated", "block_hash": value, "cache_level": diff, "priority": None}, **more)
 
 
 def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
@@ -281,6 +285,43 @@ def test_media_are_part_of_a_name_if_they_are_ours() -> None:
     assert seen(1, digest) == [Stored(block_hashes.extend(ROOT, array("I", TOKENS[:SIZE]).tobytes(), digest))]
     assert seen(2, bytes(32)) == []
 
+    # Text interrupts it: the rest is no second one. One that begins again is.
+    event = source.stored([3], TOKENS[:SIZE])
+    keys = [{"type": "mm_key", "hash": digest.hex(), "start_offset": start} for start in (3, 4, 0)]
+    event["data"]["blocks"][0]["mm_keys"] = keys
+    named = block_hashes.extend(ROOT, array("I", TOKENS[:SIZE]).tobytes(), digest + digest)
+    assert ours.feed([event]) == [Stored(named)]
+
+
+def hexadecimal(value: int) -> str:
+    return f"{value:064x}"
+
+
+def test_hashes_of_the_later_manager_are_hexadecimal() -> None:
+    source, ours = Source(), translator()
+    one, two = map(hexadecimal, (1, 2))
+    first, second, _ = names(TOKENS)
+    events = [source.created(group=0), source.stored([one], TOKENS[:SIZE], group=0)]
+    assert ours.feed([*events, source.stored([two], TOKENS[SIZE : 2 * SIZE], one, group=0)]) == [Stored(first + second)]
+    assert ours.feed([source.moved(two, 1, group=0)]) == [Removed(second), Stored(second, first, tier=1)]
+    assert ours.feed([source.removed(two, one, group=0)]) == [Removed(second, tier=1), Removed(first)]
+    assert ours.counts.malformed == 0
+
+
+def test_a_block_counts_while_all_groups_of_layers_hold_it() -> None:
+    source, ours = Source(), translator()
+    first, second, _ = names(TOKENS)
+    begin = [source.created(group=0), source.created(group=1), source.created(SLIDING, group=2)]
+    assert ours.feed([*begin, source.stored([1, 2], TOKENS[: 2 * SIZE], group=0)]) == []
+    sliding = source.stored([1, 2], TOKENS[: 2 * SIZE], window=SLIDING, group=2)
+    assert ours.feed([sliding, source.stored([1], TOKENS[:SIZE], group=1)]) == [Stored(first)]
+    assert ours.feed([source.stored([2], TOKENS[SIZE : 2 * SIZE], 1, group=1)]) == [Stored(second, first)]
+    assert ours.feed([source.removed(2, window=SLIDING, group=2), source.removed(2, group=0)]) == [Removed(second)]
+    assert ours.feed([source.removed(2, group=1)]) == []
+    assert ours.feed([source.stored([2], TOKENS[SIZE : 2 * SIZE], 1, group=0)]) == []  # the other has it no longer
+    assert ours.feed([source.moved(1, 1, group=1)]) == [Removed(first)]
+    assert ours.feed([source.moved(1, 0, group=1)]) == []  # that it is back is not known for certain
+
 
 # --- against a plain model of the engine's cache ---------------------------------------------------------------------
 
@@ -364,6 +405,38 @@ def test_the_fold_of_the_events_is_what_the_engine_holds(seed: int, batch: int) 
     assert again.host == index.host == cache.host()
     assert ours.names == len(index.parents)
     assert ours.counts.unnamed == ours.counts.malformed == ours.counts.lost == 0
+
+
+@examples(60)
+@given(st.integers(0, 2**32), st.integers(2, 3))
+def test_with_groups_of_layers_it_is_never_more(seed: int, groups: int) -> None:
+    rng = random.Random(seed)
+    source, ours, index = Source(), translator(), Index()
+    digests = names(TOKENS)
+    held: list[set[int]] = [set() for _ in range(groups)]
+    index.fold(ours.feed([source.created(group=group) for group in range(groups)]))
+    for _ in range(60):
+        group = rng.randrange(groups)
+        depth = len(held[group])
+        if rng.random() < 0.6 and depth < len(digests):
+            end = rng.randrange(depth + 1, len(digests) + 1)
+            parent = hexadecimal(depth - 1) if depth else None
+            new = [hexadecimal(at) for at in range(depth, end)]
+            event = source.stored(new, TOKENS[depth * SIZE : end * SIZE], parent, group=group)
+            held[group] |= set(range(depth, end))
+        elif depth:
+            event = source.removed(hexadecimal(depth - 1), group=group)
+            held[group].discard(depth - 1)
+        else:
+            continue
+        index.fold(ours.feed([event]))
+        assert set(index.parents) <= {digests[at] for at in set.intersection(*held)}
+    for group in range(groups):
+        index.fold(ours.feed([source.removed(*map(hexadecimal, sorted(held[group], reverse=True)), group=group)]))
+    for group in range(groups):
+        index.fold(ours.feed([source.stored(list(map(hexadecimal, range(3))), TOKENS, group=group)]))
+    assert set(index.parents) == set(digests)
+    assert ours.counts.malformed == 0
 
 
 @examples(60)
