@@ -244,11 +244,12 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
+ENCODED_REASONING = "reasoning.encrypted_content"
 INCLUDABLE = frozenset(
     {
         "message.output_text.logprobs",
         "message.input_image.image_url",
-        "reasoning.encrypted_content",
+        ENCODED_REASONING,
         "file_search_call.results",
         "web_search_call.results",
         "web_search_call.action.sources",
@@ -309,7 +310,7 @@ class TextConfig(Struct, frozen=True, omit_defaults=True):
 
 
 class ReasoningConfig(Struct, frozen=True, omit_defaults=True):
-    """``summary`` has no effect: reasoning is returned as it is, and not summarised."""
+    """``summary``: reasoning is returned as a summary, though it is whole."""
 
     effort: Annotated[str, Meta(pattern=_WORD, description="passed to the chat template")] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -363,6 +364,12 @@ class ResponsesRequest(SamplingOptions, frozen=True, kw_only=True, omit_defaults
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+    @property
+    def summarises(self) -> bool:
+        """Whether reasoning is returned as a summary."""
+        asked = self.reasoning
+        return asked is not None and bool(asked.summary or asked.generate_summary)
 
     @property
     def kept(self) -> bool:

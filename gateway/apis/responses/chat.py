@@ -29,6 +29,7 @@ from penstock.gateway.apis.responses.bodies import (
     custom_arguments,
 )
 from penstock.gateway.base.request_bodies import invalid, needed, unsupported
+from penstock.schemas.errors import ServingError
 
 ROLES = ("system", "developer", "user", "assistant")
 SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds
@@ -36,7 +37,7 @@ _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What a compaction item holds. ``check``: CRC-32 of the text in UTF-8."""
+    """What a compaction or reasoning item holds. ``check``: CRC-32 of the text in UTF-8."""
 
     text: str
     check: int
@@ -47,7 +48,7 @@ _read_summary = msgspec.json.Decoder(Summary).decode
 
 
 def encode_summary(text: str) -> str:
-    """A summary as ``encrypted_content``: encoded for transport, not encrypted."""
+    """A summary, or reasoning, as ``encrypted_content``: encoded for transport, not encrypted."""
     data = msgspec.json.encode(Summary(text, crc32(text.encode())))
     return base64.urlsafe_b64encode(data).decode()
 
@@ -122,7 +123,8 @@ class ResponsesConversation:
                 self._append(ChatMessage("tool", content, tool_call_id=call_id), at, f"{at}.output")
             case "reasoning":
                 parts = item.content if isinstance(item.content, list) else []
-                if text := "".join(part.text or "" for part in parts or item.summary or ()):
+                text = "".join(part.text or "" for part in parts or item.summary or ())
+                if text or (text := _encoded_reasoning(item.encrypted_content or "")):
                     self._grow(at, ChatMessage("assistant", None, reasoning_content=text))
             case "compaction":
                 place = f"{at}.encrypted_content"
@@ -178,6 +180,14 @@ class ResponsesConversation:
             self.places[f"{name}.tool_calls[{count - 1}]"] = at
         elif part.content is not None:
             self.places[f"{name}.content"] = f"{at}.content"
+
+
+def _encoded_reasoning(content: str) -> str:
+    """Empty for that of another server, which cannot be read."""
+    try:
+        return decode_summary(content, "")
+    except ServingError:
+        return ""
 
 
 def _continues(last: ChatMessage, part: ChatMessage) -> bool:

@@ -18,6 +18,10 @@ class ReasoningText(Struct, frozen=True, tag_field="type", tag="reasoning_text")
     text: str
 
 
+class SummaryText(Struct, frozen=True, tag_field="type", tag="summary_text"):
+    text: str
+
+
 class MessageItem(Struct, frozen=True, tag_field="type", tag="message"):
     id: str
     status: ItemStatus
@@ -26,12 +30,16 @@ class MessageItem(Struct, frozen=True, tag_field="type", tag="message"):
 
 
 class ReasoningItem(Struct, frozen=True, tag_field="type", tag="reasoning"):
-    """``content``: the reasoning as the model wrote it; there is no summary."""
+    """The reasoning as the model wrote it: as ``summary`` if one was asked for, and else as ``content``.
+
+    ``encrypted_content``: the same, encoded but not encrypted, if it was to be included.
+    """
 
     id: str
     status: ItemStatus
-    content: list[ReasoningText]
-    summary: tuple[()] = ()
+    content: list[ReasoningText] | UnsetType
+    summary: list[SummaryText] = []
+    encrypted_content: str | UnsetType = UNSET
 
 
 class FunctionCallItem(Struct, frozen=True, tag_field="type", tag="function_call"):
@@ -140,6 +148,7 @@ class ResponseEvent(Struct, frozen=True, omit_defaults=True):
     output_index: int | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
     item: Any = UNSET
     part: Any = UNSET
     delta: str | UnsetType = UNSET

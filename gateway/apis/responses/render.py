@@ -12,7 +12,8 @@ from msgspec import UNSET
 from penstock.gateway.apis.chat.logprobs import LogprobFormatter
 from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
 from penstock.gateway.apis.chat.stream_renderer import Scored
-from penstock.gateway.apis.responses.bodies import CUSTOM, ResponsesRequest, ToolNames, custom_input
+from penstock.gateway.apis.responses.bodies import CUSTOM, ENCODED_REASONING, ResponsesRequest, ToolNames, custom_input
+from penstock.gateway.apis.responses.chat import encode_summary
 from penstock.gateway.apis.responses.objects import (
     CustomToolCallItem,
     FunctionCallItem,
@@ -30,6 +31,7 @@ from penstock.gateway.apis.responses.objects import (
     ResponseEvent,
     ResponseUsage,
     Status,
+    SummaryText,
 )
 from penstock.gateway.apis.responses.record import PREFIX, item_id, read_stored
 from penstock.gateway.base.chat_objects import UsageBody
@@ -122,8 +124,14 @@ class ResponseBuilder:
             arguments = "" if empty else segment.content
             return FunctionCallItem(name, status, segment.call_id, called, arguments, namespace or UNSET)
         if segment.kind == "reasoning":
-            return ReasoningItem(name, status, [] if empty else [ReasoningText(segment.content)])
+            return self._reasoning(name, status, "" if empty else segment.content)
         return MessageItem(name, status, [] if empty else [self.part(segment)])
+
+    def _reasoning(self, name: str, status: ItemStatus, text: str) -> ReasoningItem:
+        encoded = encode_summary(text) if text and ENCODED_REASONING in (self.asked.include or ()) else UNSET
+        if self.asked.summarises:
+            return ReasoningItem(name, status, UNSET, [SummaryText(text)] if text else [], encoded)
+        return ReasoningItem(name, status, [ReasoningText(text)] if text else [], encrypted_content=encoded)
 
     def call_name(self, segment: Segment) -> str:
         return self._names.own(segment.name)[1]
@@ -205,7 +213,9 @@ class ResponseEvents:
     def _open(self, writer: EventWriter, segment: Segment) -> None:
         item = self._builder.item(segment, "in_progress", empty=True)
         _event(writer, "response.output_item.added", output_index=segment.index, item=item)
-        if segment.kind != "call":
+        if segment.kind == "reasoning" and self._builder.asked.summarises:
+            self._of(writer, "response.reasoning_summary_part.added", segment, part=SummaryText(""))
+        elif segment.kind != "call":
             part = OutputText("") if segment.kind == "text" else ReasoningText("")
             self._of(writer, "response.content_part.added", segment, part=part)
 
@@ -215,7 +225,8 @@ class ResponseEvents:
                 logprobs = self._builder.logprobs(change.scored)
                 self._of(writer, "response.output_text.delta", segment, delta=change.text, logprobs=logprobs)
             case "reasoning":
-                self._of(writer, "response.reasoning_text.delta", segment, delta=change.text)
+                kind = "reasoning_summary_text" if self._builder.asked.summarises else "reasoning_text"
+                self._of(writer, f"response.{kind}.delta", segment, delta=change.text)
             case "call" if not self._builder.takes_text(segment):  # its text needs the whole JSON
                 self._of(writer, "response.function_call_arguments.delta", segment, delta=change.text)
 
@@ -226,6 +237,9 @@ class ResponseEvents:
                 part = self._builder.part(segment)
                 self._of(writer, "response.output_text.done", segment, text=content, logprobs=part.logprobs)
                 self._of(writer, "response.content_part.done", segment, part=part)
+            case "reasoning" if self._builder.asked.summarises:
+                self._of(writer, "response.reasoning_summary_text.done", segment, text=content)
+                self._of(writer, "response.reasoning_summary_part.done", segment, part=SummaryText(content))
             case "reasoning":
                 self._of(writer, "response.reasoning_text.done", segment, text=content)
                 self._of(writer, "response.content_part.done", segment, part=ReasoningText(content))
@@ -259,7 +273,9 @@ class ResponseEvents:
 
     def _of(self, writer: EventWriter, kind: str, segment: Segment, **fields: Any) -> None:
         """An event about the content of an item."""
-        if segment.kind != "call":
+        if segment.kind == "reasoning" and self._builder.asked.summarises:
+            fields["summary_index"] = 0
+        elif segment.kind != "call":
             fields["content_index"] = 0
         _event(writer, kind, output_index=segment.index, item_id=self._builder.item_id(segment), **fields)
 

@@ -113,6 +113,12 @@ def test_a_summary_stands_for_reasoning_that_was_left_out() -> None:
     assert messages([item, {"role": "user", "content": "go on"}])[0].reasoning_content == "In short."
 
 
+@pytest.mark.parametrize("content", ["gAAAAABo", "", None])
+def test_the_reasoning_of_another_server_cannot_be_read_and_is_left_out(content: str | None) -> None:
+    item: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": content}
+    assert [each.role for each in messages([item, {"role": "user", "content": "go on"}])] == ["user"]
+
+
 def test_earlier_responses_come_first_and_instructions_before_them() -> None:
     turns = [
         Turn("resp_1", "one", [InputItem("message", role="assistant", content="1")]),

@@ -10,7 +10,13 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
-from penstock.gateway.apis.responses.bodies import ResponsesRequest
+from penstock.gateway.apis.responses.bodies import (
+    ENCODED_REASONING,
+    ReasoningConfig,
+    ResponsesRequest,
+    parse_response,
+)
+from penstock.gateway.apis.responses.chat import chat_of
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.apis.responses.render import ResponseEvents, response
 from penstock.schemas.errors import Code, ServingError
@@ -61,9 +67,10 @@ def whole(made: GenerateRequest, given: list[TokenItem]) -> dict[str, Any]:
 
 
 @examples(100)
-@given(TEXTS, st.sampled_from([STOP, LENGTH]), st.booleans())
-def test_the_events_add_up_to_the_whole_response(text: str, finish: Finish, logprobs: bool) -> None:
-    made, given = asked(top_logprobs=1 if logprobs else None), items(text, finish, logprobs=logprobs)
+@given(TEXTS, st.sampled_from([STOP, LENGTH]), st.booleans(), st.sampled_from([None, "auto"]))
+def test_the_events_add_up_to_the_whole_response(text: str, finish: Finish, logprobs: bool, summary: Any) -> None:
+    made = asked(top_logprobs=1 if logprobs else None, reasoning=ReasoningConfig(summary=summary))
+    given = items(text, finish, logprobs=logprobs)
     events, body = streamed(made, given), whole(made, given)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
@@ -76,11 +83,15 @@ def test_the_events_add_up_to_the_whole_response(text: str, finish: Finish, logp
     assert done == body["output"]
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [item["id"] for item in added] == [item["id"] for item in done]
+    thought, content = ("reasoning_summary_text", "summary") if summary else ("reasoning_text", "content")
     for item in body["output"]:
-        parts = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+        parts = {"message": "output_text", "reasoning": thought, "function_call": "function_call_arguments"}
         kind = f"response.{parts[item['type']]}.delta"
         pieces = [event["delta"] for event in events if event["type"] == kind and event["item_id"] == item["id"]]
-        assert "".join(pieces) == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+        holds = content if item["type"] == "reasoning" else "content"
+        assert "".join(pieces) == (item["arguments"] if "arguments" in item else item[holds][0]["text"])
+        if item["type"] == "reasoning":
+            assert [len(item.get(kind, ())) for kind in ("content", "summary")] == ([0, 1] if summary else [1, 0])
 
 
 @given(TEXTS, st.data())
@@ -89,6 +100,14 @@ def test_any_gateway_continues_behind_any_event(text: str, data: st.DataObject) 
     events = streamed(made, given)
     after = data.draw(st.integers(0, len(events) - 1))
     assert streamed(made, items(text, size=4), after=after) == events[after + 1 :]
+
+
+@pytest.mark.parametrize("fields", [{"include": [ENCODED_REASONING]}, {"reasoning": ReasoningConfig(summary="auto")}])
+def test_a_thought_returns_to_the_model_from_what_codex_sends_back(fields: dict[str, Any]) -> None:
+    thought = whole(asked(store=False, **fields), items("<think>Hm. é</think>Yes."))["output"][0]
+    thought.pop("content", None)  # Codex leaves out
+    body = {"model": "demo", "input": [thought, {"role": "user", "content": "And?"}]}
+    assert chat_of(parse_response(json.dumps(body).encode())).body.messages[0].reasoning_content == "Hm. é"
 
 
 def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
