@@ -1,13 +1,17 @@
 """The responses that a new one continues, from the log: by any gateway, for as long as their records are kept."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.gateway.access.authentication import ALL, Sight
+from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest
 from penstock.gateway.apis.responses.chat import Turn
-from penstock.gateway.apis.responses.record import PREFIX, check_turns, read_stored, turn_of
+from penstock.gateway.apis.responses.record import PREFIX, check_turns, input_items, read_stored, turn_of
 from penstock.gateway.base.request_bodies import RESPONSE, invalid
 from penstock.gateway.request_log.lookup import StoredRequest, has_output
 from penstock.infra.text.detokenizer import Detokenizer
@@ -17,6 +21,8 @@ from penstock.schemas.requests import GenerateRequest
 
 LOOK_UPS = 16  # look-ups under way for one conversation
 FIELD = "previous_response_id"
+REFERENCE = "item_reference"
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f-]{36})_(?:in)?[0-9]+")
 RECORD_S = 10.0  # within which the record of an answer that a client has read is stored: an election takes up to 9 s
 LOOK_S = 0.1
 
@@ -49,6 +55,7 @@ class Conversations:
         self._answered = answered
         self._detokenizer = detokenizer
         self._max_bytes = max_bytes
+        self._limit = f"the limit is {max_bytes} (--max-body-bytes)"
 
     async def history(self, response_id: str | None, sight: Sight = ALL) -> History:
         """Everything up to and including this response.
@@ -68,8 +75,8 @@ class Conversations:
         if size > self._max_bytes:
             raise invalid(
                 FIELD,
-                f"the conversation has {size} bytes; the limit is {self._max_bytes} (--max-body-bytes). Begin a new "
-                "one with the items of this one that matter",
+                f"the conversation has {size} bytes; {self._limit}. Begin a new one with the items of this one that "
+                "matter",
             )
         chain: list[StoredRequest] = []
         for at in range(0, len(stored.ancestors), LOOK_UPS):
@@ -77,6 +84,48 @@ class Conversations:
             chain += await asyncio.gather(*(self._find(each, response_id, sight) for each in batch))
         turns = await self._turns([*chain, last])
         return History(turns, (*stored.ancestors, last.request.id), size)
+
+    async def without_references(self, body: ResponsesRequest, sight: Sight = ALL) -> ResponsesRequest:
+        """The body with the items of stored responses in the place of references to them.
+
+        Raises:
+            ServingError: one of them is unknown, or its response was deleted or has not ended; there are too many; the
+                log cannot be read.
+        """
+        if not body.input or isinstance(body.input, str):
+            return body
+        wanted: dict[str, str] = {}  # request id -> the first field that needs it
+        for number, item in enumerate(body.input):
+            if item.type == REFERENCE:
+                found = _ITEM_ID.fullmatch(item.id or "")
+                if found is None:
+                    raise _no_item(f"input[{number}].id", item.id or "")
+                wanted.setdefault(found[1], f"input[{number}].id")
+        if not wanted:
+            return body
+        check_turns(len(wanted), "input")
+
+        async def find(request_id: str, field: str) -> StoredRequest:
+            try:
+                return await self._find(request_id, request_id, sight)
+            except ServingError as error:
+                raise ServingError(error.code, f"{field}: {error.message}", param=field) from None
+
+        named = list(wanted.items())
+        chain: list[StoredRequest] = []
+        for at in range(0, len(named), LOOK_UPS):
+            chain += await asyncio.gather(*(find(*each) for each in named[at : at + LOOK_UPS]))
+        if (size := sum(map(_size, chain))) > self._max_bytes:
+            raise invalid("input", f"the responses of all item references have {size} bytes; {self._limit}")
+        items: dict[str | None, InputItem] = {}
+        for turn in await self._turns(chain):
+            items |= {item.id: item for item in (*input_items(turn.id, turn.input), *turn.output)}
+        resolved = []
+        for number, item in enumerate(body.input):
+            if item.type == REFERENCE and item.id not in items:
+                raise _no_item(f"input[{number}].id", item.id or "")
+            resolved.append(items[item.id] if item.type == REFERENCE else item)
+        return msgspec.structs.replace(body, input=resolved)
 
     async def remaining(self, ancestors: Sequence[str], sight: Sight = ALL) -> list[Turn]:
         """Those of these earlier responses that can still be read, the oldest first.
@@ -145,6 +194,11 @@ class Conversations:
         raise ServingError(
             Code.broker_unavailable, f"{name} has ended, and its record is not stored yet; try again", retry_after=1.0
         )
+
+
+def _no_item(field: str, name: str) -> ServingError:
+    known = "it was not made here, or its response was deleted; send the item itself"
+    return invalid(field, f"{field} {name[:200]!r} is no item of a stored response: {known}")
 
 
 def _size(found: StoredRequest) -> int:

@@ -38,6 +38,7 @@ from penstock.gateway.apis.ollama.bodies import untagged
 from penstock.gateway.apis.ollama.prepare_ollama import prepare_ollama
 from penstock.gateway.apis.responses import chat
 from penstock.gateway.apis.responses.bodies import parse_compaction, parse_response
+from penstock.gateway.apis.responses.chat import brought_tools
 from penstock.gateway.apis.responses.prepare_response import count_prompt_of, encode_kept, prepare_response, with_body
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.request_bodies import (
@@ -354,6 +355,7 @@ class RequestPreparer:
                 "be (X-Penstock-No-Store, or --always-no-store of the gateway)",
             )
         history = await self._conversations.history(asked.previous_response_id, sight)
+        asked = await self._conversations.without_references(asked, sight)
         work = partial(
             prepare_response, asked, history.turns, context, now_ns=now_ns, request_id=request_id, compacts=compacts
         )
@@ -364,7 +366,7 @@ class RequestPreparer:
         if compacts:
             stored = encode_kept(asked, history.turns, request_id)
         else:
-            stored = encode_stored(asked, history.ancestors, history.size)
+            stored = encode_stored(asked, history.ancestors, history.size, brought_tools(asked, history.turns).tools)
         if isinstance(prepared, PendingMediaRequest):
             prepared = await self._with_media(prepared, context)
         return with_body(prepared, endpoint, stored)._replace(detached=bool(asked.background))
@@ -395,7 +397,9 @@ class RequestPreparer:
             ServingError: the body cannot be served.
         """
         asked = await self.run_for(body, parse_response, body, tenant=caller.tenant)
-        history = await self._conversations.history(asked.previous_response_id, self.fleet.sight(caller))
+        sight = self.fleet.sight(caller)
+        history = await self._conversations.history(asked.previous_response_id, sight)
+        asked = await self._conversations.without_references(asked, sight)
         context, _ = await self._context(body, caller)
         work = partial(count_prompt_of, asked, history.turns, context)
         return await self._in_thread(caller.tenant, len(body) + history.size, work)

@@ -77,6 +77,16 @@ def _change(body: dict[str, Any], rng: random.Random) -> None:
 
 FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 RESPONSES: list[dict[str, Any]] = [
+    {"model": "tiny", "max_output_tokens": 1, "include": ["reasoning.encrypted_content"], "input": [
+        {"type": "additional_tools", "role": "developer", "tools": [
+            {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}},
+            {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "exec"}]}]},
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "encrypted_content": encode_summary("t")},
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "x"}},
+        {"type": "tool_search_output", "call_id": "c", "tools": [
+            {"type": "namespace", "name": "m", "tools": [{"type": "function", "name": "f"}]}]},
+        {"type": "web_search_call", "id": "ws_1"}]},
     {"model": "tiny", "input": "hi", "max_output_tokens": 1, "temperature": 0.5, "metadata": {"a": "b"}, "store": True,
      "instructions": "Be brief.", "top_logprobs": 2, "include": ["message.output_text.logprobs"], "truncation": "auto",
      "reasoning": {"effort": "low", "summary": "auto"}, "text": {"format": {"type": "text"}, "verbosity": "low"}},
@@ -125,6 +135,15 @@ COMPACTIONS: list[dict[str, Any]] = [
     },
 ]
 MESSAGES: list[dict[str, Any]] = [
+    {"model": "tiny", "max_tokens": 1, "tools": [
+        {"type": "tool_search_tool_regex_20251119", "name": "s"}, {"name": "f", "input_schema": {"type": "object"}}],
+     "messages": [
+        {"role": "user", "content": [
+            {"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "x"}]}]},
+        {"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "c", "name": "s", "input": {}}, {"type": "compaction", "content": "d"},
+            {"type": "web_search_tool_result", "tool_use_id": "c", "content": {"error_code": "e"}}]},
+        {"role": "user", "content": "hi"}]},
     {"model": "tiny", "max_tokens": 1, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"], "top_k": 5,
      "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "metadata": {"user_id": "u"},
      "thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},

@@ -18,7 +18,7 @@ KEEP_THOUGHTS = "clear_thinking_20251015"
 THREAD = "thread"
 SEARCHES_TOOLS = "tool_search_tool_"
 # Tools that Anthropic's servers run, by the beginning of their type. Beside others they are left out.
-LEFT_OUT = ("web_search_", "web_fetch_", "code_execution_", SEARCHES_TOOLS)
+LEFT_OUT = ("web_search_", "web_fetch_", "code_execution_", "advisor_", SEARCHES_TOOLS)
 _ALL = ("all", {"type": "all"})
 
 

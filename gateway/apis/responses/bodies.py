@@ -27,11 +27,12 @@ from penstock.schemas.requests import Constraint
 
 MAX_TOOLS = 512  # including those in namespaces
 MOST_GRAMMARS = 2 * MAX_CHARACTERS  # of all tools: with the expressions that they become
-FUNCTION, NAMESPACE, CUSTOM = "function", "namespace", "custom"
+FUNCTION, NAMESPACE, CUSTOM, TOOL_SEARCH = "function", "namespace", "custom", "tool_search"
 # Agents offer these with every request. Next to functions they are left out, and a header names them.
 LEFT_OUT = (
     *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
     "image_generation",
+    TOOL_SEARCH,  # unless the client searches
 )
 _INPUT = "input"  # the only parameter of a function that represents a custom tool
 _TAKES_TEXT = {
@@ -43,12 +44,19 @@ _TAKES_TEXT = {
 
 
 class FunctionTool(NamedTuple):
-    """A function and its place in the client's body. An empty ``namespace`` means that it has none."""
+    """A function and its place in the client's body. An empty ``namespace`` means that it has none.
+
+    Attributes:
+        kind: of the tool that it represents: "function", "custom" or "tool_search".
+        given: that tool, as its client wrote it.
+    """
 
     place: str
     namespace: str
     name: str
     tool: dict[str, Any]
+    kind: str
+    given: dict[str, Any]
 
 
 class ToolNames:
@@ -57,8 +65,9 @@ class ToolNames:
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self._own: dict[str, tuple[str, str]] = {}
         self._shown: dict[tuple[str, str], str] = {}
-        self._custom = {str(tool.get("name")) for tool in tools if tool.get("type") == CUSTOM}
-        found = [(each.namespace, each.name) for each in _functions(tools)]
+        functions = list(_functions(tools))
+        self._kinds = {(each.namespace, each.name): each.kind for each in functions}
+        found = [(each.namespace, each.name) for each in functions]
         count = Counter(name for _, name in set(found))
         taken = {name for namespace, name in found if not namespace or count[name] == 1}
         for namespace, name in dict.fromkeys(found):
@@ -75,10 +84,9 @@ class ToolNames:
         """The name that the model knows. A function that is no longer offered keeps its own."""
         return self._shown.get((namespace or "", name), name)
 
-    def takes_text(self, shown: str) -> bool:
-        """Whether ``shown`` names a custom tool."""
-        namespace, name = self.own(shown)
-        return not namespace and name in self._custom
+    def kind(self, shown: str) -> str:
+        """The kind of the tool that ``shown`` names. One that is not offered is a function."""
+        return self._kinds.get(self.own(shown), FUNCTION)
 
     def own(self, shown: str) -> tuple[str, str]:
         """Namespace (empty if there is none) and name of the function that the model called."""
@@ -92,12 +100,13 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
         ServingError: a tool is not supported. The error names it.
     """
     _check(tools)
-    count = sum(1 for _ in _functions(tools))
-    if count > MAX_TOOLS:
-        raise invalid("tools", f"tools have {count} functions, namespaces included; at most {MAX_TOOLS} are allowed")
+    functions = list(_functions(tools))
+    if len(functions) > MAX_TOOLS:
+        count = f"{len(functions)} functions, namespaces included"
+        raise invalid("tools", f"tools have {count}; at most {MAX_TOOLS} are allowed")
     made: list[dict[str, Any]] = []
     places: dict[str, str] = {}
-    for found in _functions(tools):
+    for found in functions:
         function = {key: value for key in ("name", "description", "parameters", "strict")
                     if (value := found.tool.get(key)) is not None}  # fmt: skip
         if isinstance(name := function.get("name"), str):
@@ -109,51 +118,57 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
 
 def left_out(tools: Iterable[dict[str, Any]]) -> list[str]:
     """The tools that the model does not see, and grammars that it is only told, as in "tools[3].format"."""
-    found = []
-    for number, (tool, rule) in enumerate(_rules(tools)):
-        if tool.get("type") in LEFT_OUT:
-            found.append(f"tools[{number}]")
-        elif isinstance(rule, NotOneExpression):
-            found.append(f"tools[{number}].format")
-    return found
+    tools = list(tools)
+    hidden = [f"tools[{number}]" for number, tool in enumerate(tools) if _is_left_out(tool)]
+    return hidden + [f"{found.place}.format" for found, rule in _rules(tools) if isinstance(rule, NotOneExpression)]
+
+
+def _is_left_out(tool: dict[str, Any]) -> bool:
+    return tool.get("type") in LEFT_OUT and not _is_searched(tool)
+
+
+def _is_searched(tool: dict[str, Any]) -> bool:
+    """Whether a tool is the search for tools that its client runs."""
+    return tool.get("type") == TOOL_SEARCH and tool.get("execution") == "client"
 
 
 def _functions(tools: Iterable[dict[str, Any]], place: str = "tools", namespace: str = "") -> Iterator[FunctionTool]:
     for number, tool in enumerate(tools):
-        at = f"{place}[{number}]"
+        at, name = f"{place}[{number}]", str(tool.get("name"))
         if tool.get("type") == FUNCTION:
-            yield FunctionTool(at, namespace, str(tool.get("name")), tool)
-        elif tool.get("type") == CUSTOM and not namespace:
-            yield FunctionTool(at, "", str(tool.get("name")), _custom(tool))
+            yield FunctionTool(at, namespace, name, tool, FUNCTION, tool)
+        elif tool.get("type") == CUSTOM:
+            yield FunctionTool(at, namespace, name, _custom(tool), CUSTOM, tool)
         elif tool.get("type") == NAMESPACE and not namespace:
-            yield from _functions(_inner(tool), f"{at}.tools", str(tool.get("name")))
+            yield from _functions(_inner(tool), f"{at}.tools", name)
+        elif _is_searched(tool) and not namespace:
+            yield FunctionTool(at, "", TOOL_SEARCH, {**tool, "name": TOOL_SEARCH}, TOOL_SEARCH, tool)
 
 
 def input_rules(tools: Sequence[dict[str, Any]]) -> dict[str, ToolInput]:
-    """By custom tool, what its text must match.
+    """By name of a custom tool for the model, what its text must match.
 
     Raises:
         ServingError: a format is not of a known form, or its grammar is none. The error names it.
     """
-    found = {}
-    for number, (tool, rule) in enumerate(_rules(tools)):
+    names, found = ToolNames(tools), {}
+    for tool, rule in _rules(tools):
         if isinstance(rule, BadLark):
-            at = f"tools[{number}].format.definition"
-            raise invalid(at, f"{at} of tool {str(tool.get('name'))[:64]!r}: {rule}")
+            at = f"{tool.place}.format.definition"
+            raise invalid(at, f"{at} of tool {tool.name[:64]!r}: {rule}")
         if isinstance(rule, ToolInput):
-            found[str(tool.get("name"))] = rule
+            found[names.shown(tool.namespace, tool.name)] = rule
     return found
 
 
 def _rules(
     tools: Iterable[dict[str, Any]],
-) -> Iterator[tuple[dict[str, Any], ToolInput | BadLark | NotOneExpression | None]]:
-    """Each tool, with what its text must match, or why there is no rule. All grammars together have one limit."""
+) -> Iterator[tuple[FunctionTool, ToolInput | BadLark | NotOneExpression]]:
+    """Each tool with a grammar, with what its text must match, or why there is no rule. They share one limit."""
     left, steps = MOST_GRAMMARS, Steps()
-    for tool in tools:
-        form = tool.get("format")
-        if tool.get("type") != CUSTOM or not isinstance(form, dict) or form.get("type") != "grammar":
-            yield tool, None
+    for tool in _functions(tools):
+        form = tool.given.get("format")
+        if tool.kind != CUSTOM or not isinstance(form, dict) or form.get("type") != "grammar":
             continue
         syntax, text = form.get("syntax"), form.get("definition")
         if not isinstance(text, str) or syntax not in ("lark", "regex"):
@@ -220,7 +235,7 @@ def _check(tools: Sequence[dict[str, Any]]) -> None:
         at, kind = f"tools[{number}]", tool.get("type")
         if kind == NAMESPACE:
             _check_namespace(tool, at)
-        elif kind not in (FUNCTION, CUSTOM) and not (kind in LEFT_OUT and functions):
+        elif kind not in (FUNCTION, CUSTOM) and not _is_searched(tool) and not (kind in LEFT_OUT and functions):
             known = "use 'function' or 'custom'"
             raise unsupported(f"{at}.type", f"{at}: tools of type {str(kind)[:40]!r} are not supported; {known}")
 
@@ -230,11 +245,11 @@ def _check_namespace(tool: dict[str, Any], at: str) -> None:
     if not isinstance(name, str) or not name:
         raise invalid(f"{at}.name", f"{at}.name is missing; it must be a text")
     if not isinstance(inner, list):
-        raise invalid(f"{at}.tools", f"{at}.tools is missing; it must be a list of functions")
+        raise invalid(f"{at}.tools", f"{at}.tools is missing; it must be a list of tools")
     for number, each in enumerate(inner):
         here = f"{at}.tools[{number}]"
-        if not isinstance(each, dict) or each.get("type") != FUNCTION:
-            raise unsupported(f"{here}.type", f"{here}: only functions are supported in a namespace")
+        if not isinstance(each, dict) or each.get("type") not in (FUNCTION, CUSTOM):
+            raise unsupported(f"{here}.type", f"{here}: a namespace may only have tools of type 'function' or 'custom'")
 
 
 _WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"
@@ -273,7 +288,9 @@ class InputPart(Struct, frozen=True, omit_defaults=True):
 class InputItem(Struct, frozen=True, omit_defaults=True):
     """``type``: "message" (the default), "function_call", "function_call_output", "reasoning" or "compaction".
 
-    "custom_tool_call" and "custom_tool_call_output" belong to a tool that takes text, its ``input``.
+    "custom_tool_call" and "custom_tool_call_output" belong to a tool that takes text, its ``input``. The ``tools`` of
+    "additional_tools" and "tool_search_output" are offered like those of the body. "item_reference" stands for the item
+    of a stored response that has this ``id``.
     """
 
     type: str | None = None
@@ -290,6 +307,8 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     phase: str | None = None
     namespace: str | None = None
     input: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    execution: str | None = None
 
 
 class TextFormat(Struct, frozen=True, omit_defaults=True):

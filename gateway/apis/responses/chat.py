@@ -1,7 +1,8 @@
 """A response's body as the chat that answers it. Pure."""
 
 import base64
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -21,6 +22,8 @@ from penstock.gateway.apis.chat.bodies import (
 from penstock.gateway.apis.responses.bodies import (
     CUSTOM,
     FUNCTION,
+    NAMESPACE,
+    TOOL_SEARCH,
     InputItem,
     InputPart,
     ResponsesRequest,
@@ -28,9 +31,17 @@ from penstock.gateway.apis.responses.bodies import (
     chat_tools,
     custom_arguments,
 )
-from penstock.gateway.base.request_bodies import invalid, needed, unsupported
+from penstock.gateway.base.request_bodies import invalid, needed, rename, unsupported
 from penstock.schemas.errors import ServingError
 
+# Items of tools that another server ran. Nothing is known of them here, and what came of them is in what was said.
+_RAN_ELSEWHERE = frozenset(
+    {
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    }
+)
+_BRINGS_TOOLS = ("additional_tools", "tool_search_output")
 ROLES = ("system", "developer", "user", "assistant")
 SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -131,16 +142,29 @@ class ResponsesConversation:
                 # As the user's: every template has that role, and a forged summary gets no authority by it.
                 summary = decode_summary(needed(item.encrypted_content, place), place)
                 self._append(ChatMessage("user", SUMMARY + summary), at, place)
+            case "tool_search_call" if item.call_id is not None and item.execution != "server":
+                call = ToolCall(FunctionCall(self._names.shown("", TOOL_SEARCH), item.arguments), id=item.call_id)
+                self._calls.add(item.call_id)
+                self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
+            case "tool_search_output" if item.call_id in self._calls:
+                found = "\n".join(self._names_in(item.tools or ())) or "no tool was found"
+                self._append(ChatMessage("tool", found, tool_call_id=item.call_id), at)
             case "item_reference":
-                raise unsupported(
-                    f"{at}.type", "item references are not supported; send the item itself, or previous_response_id"
-                )
-            case other:
+                raise unsupported(f"{at}.type", f"{at}: item references are not supported here; send the item itself")
+            case other if other not in _RAN_ELSEWHERE and other not in (*_BRINGS_TOOLS, "tool_search_call"):
                 raise unsupported(
                     f"{at}.type",
                     f"{at}: items of type {other[:40]!r} are not supported; use 'message', 'function_call', "
                     "'function_call_output', 'reasoning' or 'compaction'",
                 )
+
+    def _names_in(self, tools: Iterable[dict[str, Any]], namespace: str = "") -> Iterator[str]:
+        """The names that the model knows."""
+        for tool in tools:
+            if tool.get("type") == NAMESPACE and isinstance(inner := tool.get("tools"), list):
+                yield from self._names_in([each for each in inner if isinstance(each, dict)], str(tool.get("name")))
+            else:
+                yield self._names.shown(namespace, str(tool.get("name")))
 
     def _message(self, item: InputItem, at: str) -> None:
         role = needed(item.role, f"{at}.role")
@@ -239,14 +263,47 @@ class Turn(NamedTuple):
     output: Sequence[InputItem]
 
 
-def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> TranslatedChat:
+class BroughtTools(NamedTuple):
+    """Tools that items of the input bring.
+
+    Attributes:
+        places: of each, as in "tools[2]" -> "input[0].tools[1]". They stand behind the tools of the body.
+    """
+
+    tools: list[dict[str, Any]]
+    places: dict[str, str]
+
+    def located(self, error: ServingError) -> ServingError:
+        """The error of a tool with its place in the client's body."""
+        message = re.sub(r"(?<![\w.])tools\[\d+\]", lambda found: self.places.get(found[0], found[0]), error.message)
+        return ServingError(error.code, message, param=rename(error.param or "", self.places))
+
+
+def brought_tools(body: ResponsesRequest, history: Iterable[Turn] = ()) -> BroughtTools:
+    """Those of the conversation, each once."""
+    given: Sequence[dict[str, Any]] = body.tools or ()
+    brought: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
+    inputs = [(turn.input, f"the input of {turn.id}") for turn in history] + [(body.input or (), "input")]
+    for items, place in inputs:
+        for number, item in enumerate(() if isinstance(items, str) else items):
+            for at, tool in enumerate((item.tools or ()) if item.type in _BRINGS_TOOLS else ()):
+                if tool not in given and tool not in brought:
+                    places[f"tools[{len(given) + len(brought)}]"] = f"{place}[{number}].tools[{at}]"
+                    brought.append(tool)
+    return BroughtTools(brought, places)
+
+
+def chat_of(body: ResponsesRequest, history: Sequence[Turn] = ()) -> TranslatedChat:
     """
     Args:
         history: the responses that this one continues, the oldest first.
     Raises:
         ServingError: something in the body is not supported; names the field.
     """
-    names = ToolNames(body.tools or ())
+    brought = brought_tools(body, history)
+    offered = [*(body.tools or ()), *brought.tools]
+    names = ToolNames(offered)
     talk = ResponsesConversation(names)
     if body.instructions is not None:
         talk.instruct(body.instructions)
@@ -256,7 +313,11 @@ def chat_of(body: ResponsesRequest, history: Iterable[Turn] = ()) -> TranslatedC
     _add(talk, body.input or (), "input")
     if not talk.messages:
         raise invalid("input", "input is empty; it must have at least 1 item")
-    tools, tool_places = chat_tools(body.tools or (), names)
+    try:
+        tools, tool_places = chat_tools(offered, names)
+    except ServingError as error:
+        raise brought.located(error) from None
+    tool_places = {name: rename(place, brought.places) for name, place in tool_places.items()}
     places = {**NAMES, **talk.places, **tool_places}
     if body.store is False and not body.no_store:
         places["no_store"] = "store"

@@ -61,6 +61,17 @@ class CustomToolCallItem(Struct, frozen=True, tag_field="type", tag="custom_tool
     call_id: str
     name: str
     input: str
+    namespace: str | UnsetType = UNSET
+
+
+class ToolSearchCallItem(Struct, frozen=True, tag_field="type", tag="tool_search_call"):
+    """The client searches, and returns the tools in a "tool_search_output"."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    arguments: Any
+    execution: Literal["client"] = "client"
 
 
 class CompactionItem(Struct, frozen=True, tag_field="type", tag="compaction"):
@@ -70,7 +81,7 @@ class CompactionItem(Struct, frozen=True, tag_field="type", tag="compaction"):
     encrypted_content: str
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | ToolSearchCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):

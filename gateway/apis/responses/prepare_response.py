@@ -18,7 +18,7 @@ from penstock.gateway.apis.chat.prepare_chat import (
 )
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
 from penstock.gateway.apis.responses.bodies import InputItem, ResponsesRequest, input_rules
-from penstock.gateway.apis.responses.chat import Turn, chat_of, encode_summary
+from penstock.gateway.apis.responses.chat import Turn, brought_tools, chat_of, encode_summary
 from penstock.gateway.apis.responses.objects import CompactedResponse, CompactionItem
 from penstock.gateway.apis.responses.record import MAX_BYTES, PREFIX, input_items, too_large
 from penstock.gateway.apis.responses.render import usage_of
@@ -109,7 +109,12 @@ def prepare_response(
         ServingError: the body cannot be served; names the field and the limit.
     """
     chat, truncation = chat_of(body, history), body.truncation
-    if (rules := input_rules(body.tools or ())) and not compacts:
+    brought = brought_tools(body, history)
+    try:
+        rules = input_rules([*(body.tools or ()), *brought.tools])
+    except ServingError as error:
+        raise brought.located(error) from None
+    if rules and not compacts:
         context = context._replace(inputs=rules)
     if compacts:
         chat = chat._replace(body=msgspec.structs.replace(chat.body, messages=with_instruction(chat.body.messages)))

@@ -4,12 +4,15 @@ The input is the client's own: with the recorded tokens it is all that a later r
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from penstock.gateway.apis.chat.segments import SegmentedAnswer
 from penstock.gateway.apis.responses.bodies import (
     CUSTOM,
+    FUNCTION,
+    TOOL_SEARCH,
     InputItem,
     InputPart,
     ResponsesRequest,
@@ -27,7 +30,7 @@ PREFIX = "resp_"
 MAX_BYTES = 4 << 20  # half of what a message carries; the rest is for the tokens
 MAX_TURNS = 256  # responses that one continues, directly or through others
 
-_ITEM_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc", CUSTOM: "ctc"}
+_ITEM_PREFIX = {"reasoning": "rs", "text": "msg", FUNCTION: "fc", CUSTOM: "ctc", TOOL_SEARCH: "tsc"}
 
 
 class StoredBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -35,25 +38,37 @@ class StoredBody(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         ancestors: ids of the requests whose responses it continues, the oldest first.
         history_bytes: about what those take.
+        tools: that items of the input brought, its ancestors' too.
     """
 
     body: ResponsesRequest
     ancestors: tuple[str, ...] = ()
     history_bytes: int = 0
+    tools: Sequence[dict[str, Any]] = ()
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """All tools, in the order in which the model got them."""
+        return [*(self.body.tools or ()), *self.tools]
 
 
 _decode = msgspec.json.Decoder(StoredBody).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_stored(body: ResponsesRequest, ancestors: tuple[str, ...] = (), history_bytes: int = 0) -> bytes:
+def encode_stored(
+    body: ResponsesRequest,
+    ancestors: tuple[str, ...] = (),
+    history_bytes: int = 0,
+    tools: Sequence[dict[str, Any]] = (),
+) -> bytes:
     """
     Raises:
         ServingError: too large.
     """
     if not body.kept:  # it cannot be continued, so only what the answer shows is needed
-        return _encode(StoredBody(msgspec.structs.replace(body, input=None)))
-    data = _encode(StoredBody(body, ancestors, history_bytes))
+        return _encode(StoredBody(msgspec.structs.replace(body, input=None), tools=tools))
+    data = _encode(StoredBody(body, ancestors, history_bytes, tools))
     if len(data) > MAX_BYTES:
         raise too_large(len(data), "the response", ", or set store: false")
     return data
@@ -91,7 +106,7 @@ def turn_of(request: GenerateRequest, record: done.Done, detokenizer: Detokenize
     return Turn(
         PREFIX + request.id,
         stored.body.input or (),
-        output_items(request.id, answer, ToolNames(stored.body.tools or ())),
+        output_items(request.id, answer, ToolNames(stored.offered)),
     )
 
 
@@ -103,39 +118,28 @@ def output_items(request_id: str, answer: SegmentedAnswer, names: ToolNames) -> 
     """
     items = []
     for segment in answer.segments:
-        name = item_id(request_id, segment.kind, segment.index)
+        kind = names.kind(segment.name) if segment.kind == "call" else segment.kind
+        name = item_id(request_id, kind, segment.index)
         status = "completed" if segment.closed else "incomplete"
-        match segment.kind:
+        namespace, called = names.own(segment.name)
+        item = InputItem(id=name, status=status, call_id=segment.call_id, name=called, namespace=namespace or None)
+        match kind:
             case "text":
                 part = InputPart("output_text", text=segment.content)
-                items.append(InputItem("message", name, "assistant", [part], status=status))
+                item = InputItem("message", name, "assistant", [part], status=status)
             case "reasoning":
                 part = InputPart("reasoning_text", text=segment.content)
-                items.append(InputItem("reasoning", name, content=[part], summary=[], status=status))
-            case "call" if names.takes_text(segment.name):
-                items.append(
-                    InputItem(
-                        "custom_tool_call",
-                        item_id(request_id, CUSTOM, segment.index),
-                        call_id=segment.call_id,
-                        name=names.own(segment.name)[1],
-                        input=custom_input(segment.content),
-                        status=status,
-                    )
-                )
-            case "call":
-                namespace, called = names.own(segment.name)
-                items.append(
-                    InputItem(
-                        "function_call",
-                        name,
-                        call_id=segment.call_id,
-                        name=called,
-                        arguments=segment.content or ("{}" if segment.closed else ""),
-                        status=status,
-                        namespace=namespace or None,
-                    )
-                )
+                item = InputItem("reasoning", name, content=[part], summary=[], status=status)
+            case _ if kind == CUSTOM:
+                given = custom_input(segment.content)
+                item = msgspec.structs.replace(item, type="custom_tool_call", input=given)
+            case _ if kind == TOOL_SEARCH:
+                fields: dict[str, Any] = {"name": None, "arguments": segment.arguments, "execution": "client"}
+                item = msgspec.structs.replace(item, type="tool_search_call", **fields)
+            case _:
+                given = segment.content or ("{}" if segment.closed else "")
+                item = msgspec.structs.replace(item, type="function_call", arguments=given)
+        items.append(item)
     return items
 
 
@@ -161,6 +165,9 @@ _INPUT_PREFIX = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
+    "additional_tools": "at",
     "reasoning": "rs",
     "compaction": "cmp",
 }
@@ -177,14 +184,14 @@ def item_id(request_id: str, kind: str, index: int) -> str:
     return f"{_ITEM_PREFIX[kind]}_{request_id}_{index}"
 
 
-def check_turns(count: int) -> None:
+def check_turns(count: int, field: str = "previous_response_id") -> None:
     """
     Raises:
         ServingError: a conversation of this many responses cannot be continued.
     """
     if count > MAX_TURNS:
         raise invalid(
-            "previous_response_id",
+            field,
             f"the conversation has {count} responses; the limit is {MAX_TURNS}. Begin a new one with the items of this "
             "one as input",
         )

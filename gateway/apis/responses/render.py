@@ -12,7 +12,15 @@ from msgspec import UNSET
 from penstock.gateway.apis.chat.logprobs import LogprobFormatter
 from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
 from penstock.gateway.apis.chat.stream_renderer import Scored
-from penstock.gateway.apis.responses.bodies import CUSTOM, ENCODED_REASONING, ResponsesRequest, ToolNames, custom_input
+from penstock.gateway.apis.responses.bodies import (
+    CUSTOM,
+    ENCODED_REASONING,
+    FUNCTION,
+    TOOL_SEARCH,
+    ResponsesRequest,
+    ToolNames,
+    custom_input,
+)
 from penstock.gateway.apis.responses.chat import encode_summary
 from penstock.gateway.apis.responses.objects import (
     CustomToolCallItem,
@@ -32,6 +40,7 @@ from penstock.gateway.apis.responses.objects import (
     ResponseUsage,
     Status,
     SummaryText,
+    ToolSearchCallItem,
 )
 from penstock.gateway.apis.responses.record import PREFIX, item_id, read_stored
 from penstock.gateway.base.chat_objects import UsageBody
@@ -51,9 +60,10 @@ class ResponseBuilder:
         Raises:
             ServingError: the stored body is of a release that this one cannot read.
         """
-        self.asked: ResponsesRequest = read_stored(request.client_body).body
+        stored = read_stored(request.client_body)
+        self.asked: ResponsesRequest = stored.body
         self._request = request
-        self._names = ToolNames(self.asked.tools or ())
+        self._names = ToolNames(stored.offered)
         self._logprobs = LogprobFormatter(detokenizer) if request.sampling.logprobs is not None else None
 
     def response(
@@ -106,23 +116,23 @@ class ResponseBuilder:
         )
 
     def item_id(self, segment: Segment) -> str:
-        kind = CUSTOM if self.takes_text(segment) else segment.kind
-        return item_id(self._request.id, kind, segment.index)
+        return item_id(self._request.id, self.kind(segment), segment.index)
 
-    def takes_text(self, segment: Segment) -> bool:
-        """Whether a segment is a call of a custom tool."""
-        return segment.kind == "call" and self._names.takes_text(segment.name)
+    def kind(self, segment: Segment) -> str:
+        """ "text", "reasoning", or the kind of the tool that is called."""
+        return self._names.kind(segment.name) if segment.kind == "call" else segment.kind
 
     def item(self, segment: Segment, status: ItemStatus, *, empty: bool = False) -> OutputItem:
         """A segment as an output item. ``empty``: as it is announced, before its content."""
-        name = self.item_id(segment)
-        if self.takes_text(segment):
-            given = "" if empty else custom_input(segment.content)
-            return CustomToolCallItem(name, status, segment.call_id, self.call_name(segment), given)
+        name, kind = self.item_id(segment), self.kind(segment)
+        if kind == TOOL_SEARCH:
+            return ToolSearchCallItem(name, status, segment.call_id, {} if empty else segment.arguments)
         if segment.kind == "call":
             namespace, called = self._names.own(segment.name)
-            arguments = "" if empty else segment.content
-            return FunctionCallItem(name, status, segment.call_id, called, arguments, namespace or UNSET)
+            content, within = "" if empty else segment.content, namespace or UNSET
+            if kind == CUSTOM:
+                return CustomToolCallItem(name, status, segment.call_id, called, custom_input(content), within)
+            return FunctionCallItem(name, status, segment.call_id, called, content, within)
         if segment.kind == "reasoning":
             return self._reasoning(name, status, "" if empty else segment.content)
         return MessageItem(name, status, [] if empty else [self.part(segment)])
@@ -227,7 +237,7 @@ class ResponseEvents:
             case "reasoning":
                 kind = "reasoning_summary_text" if self._builder.asked.summarises else "reasoning_text"
                 self._of(writer, f"response.{kind}.delta", segment, delta=change.text)
-            case "call" if not self._builder.takes_text(segment):  # its text needs the whole JSON
+            case "call" if self._builder.kind(segment) == FUNCTION:  # the others need the whole JSON
                 self._of(writer, "response.function_call_arguments.delta", segment, delta=change.text)
 
     def _end(self, writer: EventWriter, segment: Segment, status: ItemStatus) -> None:
@@ -243,11 +253,11 @@ class ResponseEvents:
             case "reasoning":
                 self._of(writer, "response.reasoning_text.done", segment, text=content)
                 self._of(writer, "response.content_part.done", segment, part=ReasoningText(content))
-            case "call" if self._builder.takes_text(segment):
+            case "call" if self._builder.kind(segment) == CUSTOM:
                 given = custom_input(content)
                 self._of(writer, "response.custom_tool_call_input.delta", segment, delta=given)
                 self._of(writer, "response.custom_tool_call_input.done", segment, input=given)
-            case "call":
+            case "call" if self._builder.kind(segment) == FUNCTION:
                 self._of(
                     writer,
                     "response.function_call_arguments.done",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from penstock.gateway.apis.responses.bodies import ResponsesRequest
+from penstock.gateway.apis.responses.bodies import InputItem, InputPart, ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.request_bodies import RESPONSE
 from penstock.gateway.request_log.lookup import StoredRequest
@@ -16,7 +16,7 @@ from penstock.schemas.done import Done, Outcome, Usage
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import pack_tokens
-from tests.gateway.answers import DETOKENIZER
+from tests.gateway.answers import CONTEXT, DETOKENIZER
 from tests.gateway.request_log.test_inflight import request_of
 
 ASKED = msgspec.structs.replace(
@@ -63,3 +63,45 @@ async def test_a_record_that_does_not_come_is_to_be_asked_for_again(monkeypatch:
     with pytest.raises(ServingError, match="not stored yet") as caught:
         await over(Log(None), answered=True).history("resp_r")
     assert (caught.value.code, caught.value.retry_after) == (Code.broker_unavailable, 1.0)
+
+
+RESPONSE_ID = "01932c07-a4b8-7000-8000-0123456789ab"
+STORED = msgspec.structs.replace(ASKED, id=RESPONSE_ID)
+
+
+class Responses(Log):
+    async def find(self, request_id: str, tenant: str | None = None) -> StoredRequest:
+        if request_id != RESPONSE_ID:
+            raise ServingError(Code.request_not_found, "no such request")
+        tokens = pack_tokens(DETOKENIZER_TEXT)
+        return StoredRequest(STORED, msgspec.structs.replace(RECORD, choices=(Outcome(tokens, "stop"),)))
+
+
+DETOKENIZER_TEXT = CONTEXT.model.tokenizer.encode("Yes.")
+
+
+def referring(name: str) -> ResponsesRequest:
+    return ResponsesRequest(
+        model="m", input=[InputItem("item_reference", id=name), InputItem(role="user", content="b")]
+    )
+
+
+async def test_a_reference_is_the_item_of_the_stored_response() -> None:
+    talk = over(Responses(), answered=True)
+    for name, role, text in ((f"msg_{RESPONSE_ID}_0", "assistant", "Yes."), (f"msg_{RESPONSE_ID}_in0", "user", "hi")):
+        found = await talk.without_references(referring(name))
+        assert isinstance(found.input, list)
+        [part] = found.input[0].content or ()
+        assert isinstance(part, InputPart)
+        assert (found.input[0].role, part.text, found.input[1].content) == (role, text, "b")
+    plain = ResponsesRequest(model="m", input="hi")
+    assert await talk.without_references(plain) is plain
+
+
+@pytest.mark.parametrize(
+    "name", ["rs_1", f"msg_{RESPONSE_ID}_9", f"msg_{RESPONSE_ID[:-1]}0_0", "", f"msg_{RESPONSE_ID}"]
+)
+async def test_a_reference_to_what_is_not_stored_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ServingError, match=r"input\[0\].id") as caught:
+        await over(Responses(), answered=True).without_references(referring(name))
+    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "input[0].id")

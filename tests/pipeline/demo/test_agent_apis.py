@@ -84,6 +84,42 @@ async def test_a_call_and_its_result_make_a_conversation(asking: openai.AsyncOpe
     assert "rain" in last.output_text
 
 
+async def test_items_may_be_named_instead_of_sent_back(asking: openai.AsyncOpenAI) -> None:
+    """As the AI SDK does where responses are stored."""
+    options: Any = {"model": "demo", "tools": [FUNCTION], "temperature": 0}
+    first = await asking.responses.create(input=[WEATHER], **options)
+    [call] = first.output
+    assert call.type == "function_call"
+    named: Any = {"type": "item_reference", "id": call.id}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = await asking.responses.create(input=[WEATHER, named, result], **options)
+    assert "rain" in second.output_text
+    third = await asking.responses.create(input="Hello!", previous_response_id=second.id, **options)
+    listed = [each.type async for each in await asking.responses.input_items.list(third.id, order="asc")]
+    assert listed == ["message", "function_call", "function_call_output", "message", "message"]
+    await asking.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="was deleted") as refused:
+        await asking.responses.create(input=[WEATHER, named, result], **options)
+    assert refused.value.param == "input[1].id"
+
+
+async def test_tools_may_come_with_the_input_as_from_codex(asking: openai.AsyncOpenAI) -> None:
+    brought: Any = {"type": "additional_tools", "role": "developer", "tools": [FUNCTION]}
+    options: Any = {"model": "demo", "temperature": 0, "store": False, "reasoning": {"summary": "auto"}}
+    options["include"] = ["reasoning.encrypted_content"]
+    async with asking.responses.stream(input=[brought, WEATHER], **options) as stream:
+        [call] = (await stream.get_final_response()).output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == {"city": "Oslo"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    given: Any = [brought, WEATHER, call.model_dump(exclude_none=True), result]
+    assert "rain" in (await asking.responses.create(input=given, **options)).output_text
+    [thought, _] = (await asking.responses.create(input=[SUM], **options)).output
+    assert thought.type == "reasoning"
+    assert thought.summary[0].text
+    assert thought.encrypted_content
+
+
 async def test_streamed_a_response_is_the_same_in_pieces(asking: openai.AsyncOpenAI) -> None:
     text, thoughts = "", ""
     async with asking.responses.stream(model="demo", input=[SUM], temperature=0) as stream:

@@ -206,7 +206,7 @@ def test_a_turn_that_does_not_fit_alone_is_refused_with_truncation_too() -> None
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

@@ -73,6 +73,15 @@ def test_a_call_of_a_custom_tool_is_continued_with_its_output() -> None:
     assert [item.id for item in input_items("resp_x", [result])] == ["ctco_x_in0"]
 
 
+def test_a_search_for_tools_is_continued_with_what_was_found_also_if_the_input_is_not_stored() -> None:
+    search = {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}}
+    body = msgspec.structs.replace(BODY, tools=None, store=False)
+    said = '<tool_call>{"name": "tool_search", "arguments": {"query": "x"}}</tool_call>'
+    turn = turn_of(request("response", encode_stored(body, tools=[search])), ended(said), DETOKENIZER)
+    [item] = turn.output
+    assert (item.type, item.arguments, item.execution) == ("tool_search_call", {"query": "x"}, "client")
+
+
 def test_a_call_that_was_cut_off_is_continued_with_its_output() -> None:
     turn = turn_of(request("response", encode_stored(BODY)), ended(f"Look:{CALL[:-25]}", "length"), DETOKENIZER)
     assert [(item.type, item.status) for item in turn.output] == [

@@ -156,6 +156,27 @@ def test_a_call_of_a_custom_tool_has_its_text(arguments: Any, text: str) -> None
     assert not any("function_call_arguments" in kind for kind in told)
 
 
+SEARCH = {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}}
+EXEC = {"type": "namespace", "name": "functions", "description": "d", "tools": [{"type": "custom", "name": "exec"}]}
+
+
+def test_a_search_for_tools_and_a_custom_tool_of_a_namespace_are_called_as_such() -> None:
+    search = '<tool_call>{"name": "tool_search", "arguments": {"query": "mail"}}</tool_call>'
+    run = '<tool_call>{"name": "exec", "arguments": {"input": "ls"}}</tool_call>'
+    made = asked(tools=[SEARCH, EXEC], reasoning=None)
+    events, body = streamed(made, items(search + run)), whole(made, items(search + run))
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    searched, ran = body["output"]
+    assert (searched["type"], searched["arguments"], searched["execution"]) == (
+        "tool_search_call",
+        {"query": "mail"},
+        "client",
+    )
+    assert (ran["type"], ran["name"], ran["namespace"], ran["input"]) == ("custom_tool_call", "exec", "functions", "ls")
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == body["output"]
+
+
 def test_what_was_cut_off_is_incomplete() -> None:
     body = whole(asked(), items("<think>Hm.</think>Look", LENGTH))
     assert body["status"] == "incomplete"

@@ -1,8 +1,10 @@
 from typing import Any
 
+import msgspec
 import pytest
 
-from penstock.gateway.apis.responses.bodies import ToolNames, chat_tools, input_rules, left_out
+from penstock.gateway.apis.responses.bodies import ToolNames, chat_tools, input_rules, left_out, parse_response
+from penstock.gateway.apis.responses.chat import chat_of
 from penstock.schemas.errors import Code, ServingError
 
 
@@ -63,6 +65,60 @@ def test_a_search_of_the_web_is_left_out_beside_functions_and_refused_alone() ->
         chat_tools([search], ToolNames([search]))
 
 
+SEARCH = {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}}
+
+
+def test_tools_that_items_bring_are_offered_once_and_their_errors_name_the_item() -> None:
+    found = space("mail", function("send"))
+    given = [
+        {"type": "additional_tools", "role": "developer", "tools": [SEARCH, {"type": "custom", "name": "exec"}]},
+        {"role": "user", "content": "hi"},
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "mail"}},
+        {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": [found]},
+        {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": [found]},
+        {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {}},
+        {"type": "tool_search_output", "call_id": None, "execution": "server", "tools": []},
+    ]
+    body = parse_response(msgspec.json.encode({"model": "m", "input": given, "tools": [function("run")]}))
+    chat = chat_of(body)
+    assert [tool["function"]["name"] for tool in chat.body.tools or ()] == ["run", "tool_search", "exec", "send"]
+    assert [(each.role, each.content) for each in chat.body.messages] == [
+        ("user", "hi"),
+        ("assistant", None),
+        ("tool", "send"),
+        ("tool", "send"),
+    ]
+    assert chat.places["tools[3].function"] == "input[3].tools[0].tools[0]"
+    given = [{"type": "additional_tools", "tools": [{"type": "shell"}]}, {"role": "user", "content": "hi"}]
+    bad = msgspec.json.encode({"model": "m", "input": given})
+    with pytest.raises(ServingError, match=r"input\[0\].tools\[0\]: tools of type 'shell'") as refused:
+        chat_of(parse_response(bad))
+    assert refused.value.param == "input[0].tools[0].type"
+
+
+def test_a_search_by_the_server_is_left_out_beside_tools_and_one_by_the_client_is_a_function() -> None:
+    server = {"type": "tool_search"}
+    assert left_out([server, function("run")]) == ["tools[0]"]
+    assert left_out([SEARCH]) == []
+    made, _ = chat_tools([SEARCH], ToolNames([SEARCH]))
+    assert [tool["function"]["name"] for tool in made] == ["tool_search"]
+    with pytest.raises(ServingError, match="'tool_search'"):
+        chat_tools([server], ToolNames([server]))
+
+
+def test_a_grammar_of_a_custom_tool_in_a_namespace_is_enforced_under_its_name_for_the_model() -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "a+"}
+    inner = {"type": "custom", "name": "exec", "format": form}
+    tools = [space("a", inner), space("b", inner)]
+    assert list(input_rules(tools)) == ["a__exec", "b__exec"]
+
+
+def test_what_another_server_ran_is_left_out_of_the_history() -> None:
+    search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
+    body = parse_response(msgspec.json.encode({"model": "m", "input": [search, {"role": "user", "content": "hi"}]}))
+    assert [each.role for each in chat_of(body).body.messages] == ["user"]
+
+
 def test_a_custom_tool_is_a_function_of_one_text_and_its_grammar_is_told() -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
     patch = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": form}
@@ -77,7 +133,8 @@ def test_a_custom_tool_is_a_function_of_one_text_and_its_grammar_is_told() -> No
     assert first["parameters"]["required"] == ["input"]
     assert list(second) == ["name", "parameters"]
     assert places["tools[0].function"] == "tools[1]"
-    assert [names.takes_text(name) for name in ("apply_patch", "exec", "run", "other")] == [True, True, False, False]
+    kinds = [names.kind(name) for name in ("apply_patch", "exec", "run", "other")]
+    assert kinds == ["custom", "custom", "function", "function"]
     assert left_out(tools) == ["tools[0]"]
     assert list(input_rules(tools)) == ["apply_patch"]
     rule = input_rules(tools)["apply_patch"]
