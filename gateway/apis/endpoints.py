@@ -98,6 +98,7 @@ _KNOWN = {
     kind: {**_known(body), **dict.fromkeys(HARMLESS), **dict.fromkeys(_CONTENT)} for kind, body in _BODY_TYPES.items()
 }
 _NESTED = {kind: {name: within for name, within in known.items() if within} for kind, known in _KNOWN.items()}
+_MAY_HIDE = (b'"web_search', b'"image_generation"', b'"tool_search"', b'"grammar"')
 _LIST, _OBJECT = b"[{"  # what a value of these begins with
 _read_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -122,7 +123,7 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
                 unknown += _unknown_within(name, names[name], nested[name])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
-    if endpoint == RESPONSE and any(each in data for each in (b'"web_search', b'"image_generation"', b'"grammar"')):
+    if endpoint == RESPONSE and any(each in data for each in _MAY_HIDE):
         unknown += _tools_left_out(names, left_out)
     if endpoint == MESSAGE and any(each.encode() in data for each in messages.LEFT_OUT):
         unknown += _tools_left_out(names, messages.left_out)

@@ -77,7 +77,7 @@ class Responses(Log):
         return StoredRequest(STORED, msgspec.structs.replace(RECORD, choices=(Outcome(tokens, "stop"),)))
 
 
-DETOKENIZER_TEXT = CONTEXT.model.tokenizer.encode("Yes.")
+DETOKENIZER_TEXT = CONTEXT.model.tokenizer.encode("Yes.").ids
 
 
 def referring(name: str) -> ResponsesRequest:
