@@ -290,7 +290,9 @@ class TokenRunner:
     def admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
         if request.output:
             raise ValueError("this worker generates tokens, and the request is for something else")
-        return admit(job, request, delivery, self._context.model.detokenizer)
+        running = admit(job, request, delivery, self._context.model.detokenizer)
+        running.revision = self._context.model.revision
+        return running
 
     async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
         if self._weights is not None and (drew := self._other_weights(running)) is not None:
