@@ -406,7 +406,7 @@ class TokenRunner:
             self.publisher.trace_first_token(running)
         if reservation is not None:
             self._engine.call(lambda engine: kv_transfer_of(engine).adopt(reservation))
-        self._engine.submit(submitted, lambda error: self._on_refused(running, error))
+        self._engine.submit(submitted, lambda error: self._on_refused(running, error), running.request.id)
 
     def _on_refused(self, running: RunningRequest, error: RequestError) -> None:
         """In the engine thread: the engine takes none of the request's sequences."""
