@@ -77,7 +77,7 @@ def test_some_disturbances_come_two_at_once_and_some_stops_outlast_every_lease()
 
 
 @pytest.mark.parametrize(("at", "end"), [(1.0, False), (6.0, True), (9.5, True), (12.0, False)])
-def test_a_hit_is_over_when_what_it_held_goes_on(at: float, end: bool) -> None:
+def test_a_hit_is_over_when_what_it_held_continues(at: float, end: bool) -> None:
     around = Circumstances([Hit(5.0, Act.stop, "gateway-0", 5.0)])
     assert around.hit(("gateway",), at, at + 1) is end
     assert not around.hit(("router",), at, at + 1)

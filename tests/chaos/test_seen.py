@@ -187,7 +187,9 @@ async def refused(error: ServingError, key: str = "key") -> _Conversation:
         (ServingError(Code.shutting_down, "try again"), False),
     ],
 )
-async def test_only_a_gateway_that_names_the_request_says_that_it_goes_on(error: ServingError, confirmed: bool) -> None:
+async def test_only_a_gateway_that_names_the_request_says_that_it_continues(
+    error: ServingError, confirmed: bool
+) -> None:
     """Every refusal has an id in its head, also of a request that was never made."""
     assert (await refused(error))._not_there("request_not_found") is not confirmed
 

@@ -227,7 +227,7 @@ def trained(short_contexts: None, tmp_path_factory: pytest.TempPathFactory) -> t
     return work, train.run(train.options_of(flags))
 
 
-def test_a_smoke_training_goes_on_where_it_stopped_and_its_loss_falls(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_a_smoke_training_continues_where_it_stopped_and_its_loss_falls(trained: tuple[Path, dict[str, Any]]) -> None:
     work, state = trained
     assert state["step"] == 8
     assert all(file.stat().st_size < 16 << 20 for file in work.iterdir())

@@ -185,7 +185,7 @@ async def test_one_is_loaded_replaced_and_unloaded_in_all_workers_and_outlives_t
 
 
 @pytest.mark.slow  # demo/test_demo_model has it without an adapter
-async def test_an_answer_goes_on_with_its_adapter_when_its_worker_is_killed(
+async def test_an_answer_continues_with_its_adapter_when_its_worker_is_killed(
     deployment: Deployment, http: httpx.AsyncClient, folder: Path
 ) -> None:
     prompt = modeldir.load(modeldir.DEMO).tokenizer.encode(PROMPT).ids

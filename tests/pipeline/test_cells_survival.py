@@ -90,7 +90,7 @@ async def away(deployment: Deployment, name: str) -> AsyncIterator[None]:
         await asyncio.gather(killing, return_exceptions=True)
 
 
-async def test_while_home_is_away_running_answers_go_on_elsewhere_also_when_their_worker_dies(
+async def test_while_home_is_away_running_answers_continue_elsewhere_also_when_their_worker_dies(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
 ) -> None:
     body = chat(1, COUNT)
@@ -151,7 +151,7 @@ def events_of(raw: bytes) -> list[Event]:
 
 
 @pytest.mark.parametrize("no_store", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stored", "no_store"])
-async def test_an_answer_whose_cell_has_lost_all_workers_goes_on_in_another_cell(
+async def test_an_answer_whose_cell_has_lost_all_workers_continues_in_another_cell(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle, no_store: bool
 ) -> None:
     body = chat(5 + no_store, COUNT)
@@ -174,7 +174,7 @@ async def test_an_answer_whose_cell_has_lost_all_workers_goes_on_in_another_cell
 
 
 @pytest.mark.slow  # both cells are without workers for longer than requests wait for one before they leave
-async def test_an_answer_that_the_other_cell_cannot_run_either_goes_on_when_workers_are_back(
+async def test_an_answer_that_the_other_cell_cannot_run_either_continues_when_workers_are_back(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
 ) -> None:
     body = chat(9, COUNT)
@@ -210,7 +210,7 @@ async def test_an_answer_that_the_other_cell_cannot_run_either_goes_on_when_work
 
 
 @pytest.mark.slow  # fleet/test_client_survival kills all gateways
-async def test_it_also_goes_on_when_all_gateways_are_killed_meanwhile(
+async def test_it_also_continues_when_all_gateways_are_killed_meanwhile(
     deployment: Deployment, gateways: list[httpx.AsyncClient], oracle: Oracle
 ) -> None:
     """Whoever carries it is replaced: the request is found in the other cell under the same id."""

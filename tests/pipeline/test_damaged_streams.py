@@ -66,7 +66,7 @@ def pid(deployment: Deployment, role: str) -> int:
     return next(each.pid for each in deployment.state.processes if each.role == role)
 
 
-async def test_requests_go_on_although_bytes_of_every_stream_have_changed(paced: Deployment, oracle: Oracle) -> None:
+async def test_requests_continue_although_bytes_of_every_stream_have_changed(paced: Deployment, oracle: Oracle) -> None:
     """Of a job, of tokens in the middle of answers, of a record and of KV events; then their worker is killed."""
     async with httpx.AsyncClient(base_url=paced.urls[0], trust_env=False, timeout=130) as http:
         ended = [
@@ -123,7 +123,7 @@ async def test_requests_that_a_restarted_broker_has_dropped_are_stored_again(pac
 
 
 @pytest.mark.parametrize("victims", [("worker",), ("worker", "router")], ids=" and ".join)
-async def test_answers_go_on_although_their_records_and_their_worker_are_lost_together(
+async def test_answers_continue_although_their_records_and_their_worker_are_lost_together(
     paced: Deployment, oracle: Oracle, victims: tuple[str, ...]
 ) -> None:
     """A power failure: the broker's streams have lost their ends. These clients waited until their deadlines."""

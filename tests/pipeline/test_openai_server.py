@@ -122,7 +122,7 @@ async def serving(far: Deployment) -> int:
     [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)],
     ids=["completions", "chats"],
 )
-async def test_a_lost_servers_answer_goes_on_at_another_from_what_was_sent(
+async def test_a_lost_servers_answer_continues_at_another_from_what_was_sent(
     far: Deployment, near: Deployment, http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
     body = body | {"max_tokens": 150}

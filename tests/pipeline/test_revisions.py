@@ -208,7 +208,7 @@ async def test_a_rolling_upgrade_fails_no_request_and_mixes_no_answer(
 
 
 @pytest.mark.slow  # router/test_revisions has the choice
-async def test_a_killed_workers_answers_go_on_with_the_weights_they_began_with(
+async def test_a_killed_workers_answers_continue_with_the_weights_they_began_with(
     fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
 ) -> None:
     one, two = models

@@ -42,7 +42,7 @@ def fleet(new_deployment: NewDeployment) -> Deployment:
     )
 
 
-async def test_a_killed_decode_workers_answer_goes_on_and_is_the_undisturbed_one(fleet: Deployment) -> None:
+async def test_a_killed_decode_workers_answer_continues_and_is_the_undisturbed_one(fleet: Deployment) -> None:
     async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=60) as http:
         undisturbed = await http.post("/v1/chat/completions", json=BODY)
         assert undisturbed.status_code == 200, undisturbed.text

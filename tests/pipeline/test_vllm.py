@@ -230,7 +230,7 @@ async def test_a_client_that_leaves_ends_its_request_in_the_engine(
     await until(lambda: idle_workers(bus), "all blocks are free")
 
 
-async def test_a_killed_worker_s_answer_goes_on_elsewhere_and_its_processes_end(
+async def test_a_killed_worker_s_answer_continues_elsewhere_and_its_processes_end(
     fleet: Fleet, bus: Bus, http: httpx.AsyncClient
 ) -> None:
     body = long_answer("What are the codes of the doors?")

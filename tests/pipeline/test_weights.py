@@ -178,7 +178,7 @@ async def test_running_answers_end_on_the_old_weights_and_later_ones_begin_with_
     assert pids(deployment) == before, "no worker was restarted"
 
 
-async def test_running_answers_go_on_with_the_new_weights_if_asked_and_their_records_say_where(
+async def test_running_answers_continue_with_the_new_weights_if_asked_and_their_records_say_where(
     deployment: Deployment,
     http: httpx.AsyncClient,
     steps: dict[str, Trained],
@@ -425,7 +425,7 @@ async def revisions(http: httpx.AsyncClient) -> dict[str, str]:
     return {each["worker"]: each["revision"] for each in (await change(http, "resume"))["workers"]}
 
 
-async def test_answers_of_a_worker_that_is_killed_in_mid_update_go_on_and_it_comes_back_with_the_new_weights(
+async def test_answers_of_a_worker_that_is_killed_in_mid_update_continue_and_it_comes_back_with_the_new_weights(
     deployment: Deployment, http: httpx.AsyncClient, steps: dict[str, Trained], prompt: list[int]
 ) -> None:
     await change(http, "update_weights", path="step-2")

@@ -57,7 +57,7 @@ def cut(draw: st.DrawFn, *, attempt: int, choice: int, start: int, end: int, fin
     return items
 
 
-def test_the_attempt_that_ended_a_request_goes_on_behind_a_fence() -> None:
+def test_the_attempt_that_ended_a_request_continues_after_a_fence() -> None:
     items = [
         item(0, [0, 10]),
         fence(2),

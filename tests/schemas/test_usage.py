@@ -119,7 +119,7 @@ def test_a_part_with_many_rows_is_closed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (part.closed, part.last, [each.seq for each in left]) == (True, 3, [4, 5])
 
 
-def test_the_count_goes_on_with_the_newest_part() -> None:
+def test_the_count_continues_with_the_newest_part() -> None:
     open_, closed = UsagePart(3, 9, HOUR), UsagePart(3, 9, HOUR, closed=True)
     assert resumed(open_, 9, 1, 5) == (None, open_)
     assert resumed(open_, 9, 10, 5) == (None, open_)
@@ -136,7 +136,7 @@ def test_messages_that_are_gone_before_they_were_counted_are_a_gap() -> None:
     assert resumed(None, 0, 4, HOUR) == (None, UsagePart(1, 3, gap=UsageGap(3, 0, HOUR)))
 
 
-def test_a_log_that_was_made_anew_or_lost_its_end_is_counted_from_there() -> None:
+def test_a_log_that_was_recreated_or_lost_its_end_is_counted_from_there() -> None:
     part = UsagePart(3, 9, HOUR, closed=True)
     assert resumed(part, 0, 1, HOUR) == (None, UsagePart(4, 0, HOUR))
     assert resumed(part, 7, 1, HOUR) == (None, UsagePart(4, 7, HOUR))

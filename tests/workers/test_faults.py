@@ -32,7 +32,7 @@ def fails_for(asked: str, real: Any) -> Any:
     return items
 
 
-async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_go_on(
+async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_continue(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run_worker(broker, pipeline) as worker:

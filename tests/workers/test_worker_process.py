@@ -253,7 +253,7 @@ async def test_jobs_of_a_whole_process_reach_its_handler_by_the_short_way(
     await served.drain(worker)
 
 
-async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
+async def test_after_losing_its_lease_the_process_continues_under_a_new_name(
     broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = engine()

@@ -155,7 +155,7 @@ async def test_a_revocation_is_found_also_if_the_watch_is_broken(guarded: Guarde
     await eventually(lambda: guarded.refusal(text) is Code.invalid_api_key)
 
 
-async def test_a_bucket_that_was_lost_and_made_anew_ends_every_key(guarded: Guarded) -> None:
+async def test_a_bucket_that_was_lost_and_recreated_ends_every_key(guarded: Guarded) -> None:
     """As after `penstock streams apply` on a broker that lost its disk; the gateway was not restarted."""
     key = await guarded.add()
     stream = f"KV_{guarded.bus.subjects.bucket('keys')}"

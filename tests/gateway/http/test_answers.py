@@ -36,7 +36,7 @@ STREAMS = [
 
 
 @pytest.mark.parametrize(("asked", "ping"), STREAMS, ids=lambda value: getattr(value, "endpoint", ""))
-async def test_a_stream_shows_that_it_lives_while_it_waits_for_tokens(
+async def test_a_stream_sends_comments_while_it_waits_for_tokens(
     monkeypatch: pytest.MonkeyPatch, asked: GenerateRequest, ping: bytes
 ) -> None:
     monkeypatch.setattr("penstock.gateway.http.answers.HEAD_S", 0.001)

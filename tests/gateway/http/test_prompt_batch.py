@@ -132,7 +132,7 @@ async def test_each_prompt_of_a_batch_waits_for_its_portion() -> None:
     assert steps == ["portion", "a", "portion", "b", "portion", "c"]
 
 
-async def test_a_stream_of_several_prompts_shows_that_it_lives_while_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_of_several_prompts_sends_comments_while_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.gateway.http.prompt_batch.HEAD_S", 0.001)
     asked = [msgspec.structs.replace(request("text", parsing=None), id=f"r{number}") for number in range(3)]
     inflights = [InflightRequest(each) for each in asked]

@@ -140,7 +140,7 @@ async def test_a_tail_finds_what_was_stored_and_never_republished(cluster: Local
         await tail.stop()
 
 
-async def test_a_client_that_was_given_one_node_of_the_cluster_goes_on_at_another(cluster: LocalCluster) -> None:
+async def test_a_client_that_was_given_one_node_of_the_cluster_continues_at_another(cluster: LocalCluster) -> None:
     async with on_nodes(cluster, 0) as bus:
         cluster.kill(0)
         try:

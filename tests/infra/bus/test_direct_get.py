@@ -73,7 +73,7 @@ async def test_messages_that_a_broker_has_lost_are_told_from_those_that_took_the
         assert await find_lost(bus, stream, [(5, "r5")]) == await find_lost(bus, stream, []) == set()
 
 
-async def test_a_batch_cut_by_its_size_goes_on(bus: Bus) -> None:
+async def test_a_batch_cut_by_its_size_continues(bus: Bus) -> None:
     await fill(bus, bus.subjects.tokens("gw"), 12, size=1 << 20)
     assert await numbers(bus, bus.subjects.tokens("gw")) == list(range(12))
 

@@ -394,7 +394,7 @@ async def test_subscribers_that_come_and_go_leave_nothing_behind(bus: Bus) -> No
     assert (len(bus.nc._subs), len(bus.on_reconnect)) == (subs, 0)
 
 
-async def test_it_goes_on_at_once_after_the_server_was_killed(
+async def test_it_resumes_at_once_after_the_server_was_killed(
     make_broker: Callable[..., EmbeddedNats], subjects: Subjects
 ) -> None:
     server = make_broker()

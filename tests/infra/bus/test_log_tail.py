@@ -232,7 +232,7 @@ async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_
 
 @pytest.mark.parametrize("subject", ["", "a"])
 @pytest.mark.parametrize("count", [2, 9])
-async def test_a_stream_made_anew_while_the_link_stands_is_followed_from_its_start(
+async def test_a_recreated_stream_while_the_link_stands_is_followed_from_its_start(
     bus: Bus, subject: str, count: int
 ) -> None:
     """Its numbers begin at 1 again, and may have passed the old ones before anybody looks."""
@@ -250,7 +250,7 @@ async def test_a_stream_made_anew_while_the_link_stands_is_followed_from_its_sta
         await eventually(lambda: len(follower.entries) == 5 + count + 1)
 
 
-async def test_a_stream_made_anew_is_followed_from_its_start(bus: Bus) -> None:
+async def test_a_recreated_stream_is_followed_from_its_start(bus: Bus) -> None:
     follower = Follower(bus)
     async with follower.tail.following():
         await put(bus, "a", 5)

@@ -124,7 +124,7 @@ async def test_a_lost_confirmation_of_the_entry_is_no_loss_of_the_object(
     assert await read_back(bus, "name") == data
 
 
-async def test_an_upload_that_was_interrupted_begins_anew(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_that_was_interrupted_starts_over(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that is sent again stands behind its successors: the object would be the wrong way round."""
     real, lost = bus.nc.request, []
 

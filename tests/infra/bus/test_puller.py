@@ -233,7 +233,7 @@ async def test_how_much_room_there_is_is_not_asked_while_enough_is_requested(bus
 
 
 @pytest.mark.parametrize("there_before", [True, False])
-async def test_without_its_consumer_it_asks_now_and_then_and_goes_on_when_it_is_back(
+async def test_without_its_consumer_it_asks_now_and_then_and_continues_when_it_is_back(
     bus: Bus, there_before: bool
 ) -> None:
     """FastStream's subscriber would pull 8,400 times a second here."""
@@ -265,7 +265,7 @@ async def test_without_its_consumer_it_asks_now_and_then_and_goes_on_when_it_is_
     await taker.puller.close()
 
 
-async def test_it_goes_on_at_once_after_the_server_was_killed(
+async def test_it_resumes_at_once_after_the_server_was_killed(
     make_broker: Callable[..., EmbeddedNats], subjects: Subjects
 ) -> None:
     server = make_broker()

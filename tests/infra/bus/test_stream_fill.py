@@ -66,7 +66,7 @@ def test_where_a_look_ended_the_estimate_is_exact(sizes: list[int]) -> None:
         assert fill.bytes_from(seq) == sum(sizes[seq - 1 :])
 
 
-def test_a_stream_that_was_emptied_or_made_anew_is_looked_at_afresh() -> None:
+def test_a_stream_that_was_emptied_or_recreated_is_sampled_again() -> None:
     fill = StreamFill()
     fill.add(StreamSample(1, 100, 10_000))
     fill.add(StreamSample(501, 500, 0))

@@ -213,7 +213,7 @@ async def test_what_nobody_renewed_for_long_is_of_workers_that_ended(bus: Bus, w
     assert dead < watched.watch.ended_before() <= alive
 
 
-async def test_the_oldest_registration_of_a_worker_that_lives_is_kept(bus: Bus, watched: Watched) -> None:
+async def test_the_oldest_registration_of_a_live_worker_is_kept(bus: Bus, watched: Watched) -> None:
     dead = await register(bus, "dead")
     alive = await register(bus, "alive")
     late = await register(bus, "late")

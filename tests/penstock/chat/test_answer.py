@@ -44,7 +44,7 @@ def test_an_answer_is_the_same_however_its_bytes_are_cut(cuts: list[int], crlf: 
     assert (answer.prompt_tokens, answer.tokens, answer.complete) == (5, 3, True)
 
 
-def test_a_broken_stream_goes_on_with_the_next_whole_event() -> None:
+def test_a_broken_stream_continues_with_the_next_whole_event() -> None:
     answer = StreamedAnswer()
     list(answer.feed(event("1", content="a") + event("2", content="b")[:-5]))
     assert (answer.text, answer.last_event) == ("a", "1")

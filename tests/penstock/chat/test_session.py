@@ -98,7 +98,7 @@ def talk(server: Server, *lines: str, thoughts: bool = False) -> str:
     return text.getvalue()
 
 
-def test_an_answer_that_broke_off_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_broke_off_continues_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.chat.client.RESUME_PAUSE_S", 0)
     with serving() as server:
         server.parts = [event(str(n), content=f"{n} ") for n in (1, 2, 3)] + [event("4", finish="stop")]
@@ -163,7 +163,7 @@ def test_the_result_of_a_tool_call_is_asked_for_and_sent() -> None:
     assert server.bodies[1]["messages"][-1] == {"role": "tool", "tool_call_id": "c1", "content": "21 degrees"}
 
 
-def test_the_command_answers_one_question_and_goes_on_with_it_later(
+def test_the_command_answers_one_question_and_continues_with_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -20,7 +20,7 @@ def test_text_that_was_found_moves_no_cursor() -> None:
     assert line.endswith("red \ufffd]0;owned\ufffd")
 
 
-def test_a_long_line_goes_on_below_itself_on_a_terminal_and_stays_one_line_elsewhere() -> None:
+def test_a_long_line_continues_below_itself_on_a_terminal_and_stays_one_line_elsewhere() -> None:
     def shown(width: int, *, terminal: bool) -> list[str]:
         text = io.StringIO()
         console = Console(file=text, width=width, force_terminal=terminal, color_system=None)

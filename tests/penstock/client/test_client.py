@@ -185,7 +185,7 @@ async def test_a_reader_that_falls_behind_reads_again_what_did_not_fit(
 
 
 @pytest.mark.parametrize("read", [0, 1, 17, 30])
-async def test_another_client_goes_on_from_a_saved_position(
+async def test_another_client_continues_from_a_saved_position(
     broker: EmbeddedNats, subjects: wire.Subjects, client: Client, gateway: FakeGateway, read: int
 ) -> None:
     stream = client.chat(**ASKED, stream=True)

@@ -54,7 +54,7 @@ def test_prefill_and_decode_come_and_go_without_a_lost_request(trace: RequestTra
     assert any(end < planned.steps[-1].at_s - 30 for _, _, end in planned.runs)  # some ended early
 
 
-def test_the_lives_of_workers_are_those_of_the_decisions(aggregated: Simulated) -> None:
+def test_the_lifetimes_of_workers_are_those_of_the_decisions(aggregated: Simulated) -> None:
     planned = aggregated
     for step in planned.steps:
         if step.decision is not None:

@@ -12,7 +12,7 @@ TIMING = engine()
 
 
 @given(st.floats(200, 20_000), st.floats(1, 120))
-def test_slopes_go_on_beyond_what_was_measured(context: float, concurrency: float) -> None:
+def test_slopes_continue_beyond_what_was_measured(context: float, concurrency: float) -> None:
     assert TIMING.itl_ms(context, concurrency) == pytest.approx(10 + 0.1 * context * concurrency / 1e3, rel=1e-6)
     assert TIMING.prefill_ms(context) == pytest.approx(100 * context / 1e3)
 

@@ -237,7 +237,7 @@ def test_workers_are_not_taken_away_while_a_limit_is_missed_that_more_might_keep
     assert (less.reasons, less.target) == (("cpu_starved", "less_load"), 5), "fewer leave each more of the cores"
 
 
-def test_a_limit_kept_in_between_begins_the_count_anew() -> None:
+def test_a_limit_kept_in_between_restarts_the_count() -> None:
     run = Run(start=3)
     reasons = [late(run, times).reasons for times in (2, 2, 0.5, 2, 2)]
     assert reasons == [("watching",), ("watching",), (), ("watching",), ("watching",)]
@@ -250,7 +250,7 @@ def test_an_interval_without_an_ended_request_says_nothing_of_limits() -> None:
     assert late(run).reasons == ("limit_missed",)
 
 
-def test_workers_that_start_are_waited_for_and_the_count_begins_anew_with_them() -> None:
+def test_workers_that_start_are_waited_for_and_the_count_starts_over_with_them() -> None:
     run = Run(start=3)
     for _ in range(3):
         late(run)

@@ -138,7 +138,7 @@ async def test_streamed_a_response_is_the_same_in_pieces(asking: openai.AsyncOpe
     assert reasoning.content[0].text == thoughts
 
 
-async def test_a_conversation_goes_on_with_its_summary(asking: openai.AsyncOpenAI) -> None:
+async def test_a_conversation_continues_with_its_summary(asking: openai.AsyncOpenAI) -> None:
     first = await asking.responses.create(model="demo", input="What is 347 + 586?", temperature=0)
     compacted = await asking.responses.compact(
         model="demo",

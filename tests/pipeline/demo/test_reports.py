@@ -103,7 +103,7 @@ async def test_a_call_that_was_cut_off_does_not_end_the_conversation(demo: Deplo
     assert answer["choices"][0]["message"]["content"]
 
 
-async def test_a_prefilled_thought_goes_on_as_a_thought(demo: Deployment) -> None:
+async def test_a_prefilled_thought_continues_as_a_thought(demo: Deployment) -> None:
     said = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "<think>\n3 + 4"}]
     body = {"messages": said, "temperature": 0, "continue_final_message": True}
     message = (await post(demo, "/v1/chat/completions", body))["choices"][0]["message"]

@@ -81,7 +81,7 @@ async def test_gateways_make_theirs_of_submissions_again(fleet: Deployment, flee
         await client.close()
 
 
-async def test_streaming_goes_on_after_tokens_were_deleted_and_made_again(fleet_bus: Bus, ask: Ask) -> None:
+async def test_streaming_continues_after_tokens_were_deleted_and_made_again(fleet_bus: Bus, ask: Ask) -> None:
     await ask(30)
     stream = fleet_bus.subjects.stream("TOKENS")
     assert await fleet_bus.js.delete_stream(stream)

@@ -83,7 +83,7 @@ async def deciders(bus: Bus) -> list[str]:
     [(signal.SIGKILL, 2.0), pytest.param(signal.SIGTERM, 1.0, marks=pytest.mark.slow), (signal.SIGSTOP, 2.5)],
     ids=lambda it: str(it),
 )
-async def test_another_router_goes_on_when_the_owner_is_struck(
+async def test_another_router_continues_when_the_owner_is_struck(
     fleet: Deployment, fleet_bus: Bus, sign: signal.Signals, bound_s: float
 ) -> None:
     first, earlier = await owner(fleet_bus), len(await deciders(fleet_bus))

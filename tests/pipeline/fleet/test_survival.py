@@ -181,7 +181,7 @@ async def ended_once(fleet: Deployment, bus: Bus, requests: set[str]) -> list[do
     return ends
 
 
-async def test_a_killed_workers_requests_go_on_elsewhere_behind_the_last_token(
+async def test_a_killed_workers_requests_continue_elsewhere_behind_the_last_token(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
     ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, fleet_bus, "worker"))
@@ -189,7 +189,7 @@ async def test_a_killed_workers_requests_go_on_elsewhere_behind_the_last_token(
 
 
 @pytest.mark.slow  # so does an answer above
-async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_streamed(
+async def test_scoring_a_prompt_continues_elsewhere_behind_what_was_streamed(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
     """Killed in the midst of a prompt: the next worker's scores follow the last stored ones, as if nothing had been."""
@@ -247,7 +247,7 @@ async def test_a_killed_router_loses_nothing(fleet: Deployment, fleet_bus: Bus, 
     assert {event.attempt for event in ends} == {1}
 
 
-async def test_a_killed_gateways_clients_go_on_at_another_one(
+async def test_a_killed_gateways_clients_continue_at_another_one(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
     readers = await disturb(fleet, fleet_bus, "gateway")

@@ -187,7 +187,7 @@ async def test_a_killed_workers_attempt_is_a_span_with_an_error(
     await until(all_serve, "a successor of the killed worker is registered")
 
 
-async def test_a_killed_exporter_goes_on_where_it_was(
+async def test_a_killed_exporter_continues_where_it_stopped(
     pairs: Deployment, collector: Collector, http: httpx.AsyncClient
 ) -> None:
     await arrived(collector, await ask(http, body(60_010, 20)))

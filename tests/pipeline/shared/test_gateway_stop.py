@@ -83,7 +83,7 @@ async def test_answers_that_fit_into_the_drain_are_not_disturbed(slow: Deploymen
     assert await gateway.ended(10) == 0
 
 
-async def test_answers_that_do_not_fit_go_on_at_another_gateway(
+async def test_answers_that_do_not_fit_continue_at_another_gateway(
     slow: Deployment, slow_http: httpx.AsyncClient, slow_bus: Bus, oracle: Oracle
 ) -> None:
     gateway = Extra(slow, "--drain-s", "0.5")

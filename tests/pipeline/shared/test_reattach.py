@@ -15,7 +15,7 @@ from tests.pipeline.support import Deployment, Oracle, connected, joined, parse_
 
 @pytest.mark.slow  # fleet/test_survival has a few of them
 @pytest.mark.timeout(180)
-async def test_the_streams_of_a_killed_gateway_go_on_at_once_and_together(new_deployment: NewDeployment) -> None:
+async def test_the_streams_of_a_killed_gateway_resume_at_once_and_together(new_deployment: NewDeployment) -> None:
     deployment = new_deployment("--mock-speedup", "0.5", "--gateways", "2", "--max-running", "256")
     figures = await measure(deployment, 80, tokens=100, bystanders=4)
     assert figures.refused == 0

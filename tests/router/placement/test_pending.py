@@ -49,7 +49,7 @@ def test_a_named_worker_is_taken_in_any_revision() -> None:
     assert required_revision(PendingRequest(request(worker="w", revision="gone"), b"", "", 0), BOTH) is None
 
 
-def test_only_choices_that_go_on_count_as_resumed() -> None:
+def test_only_choices_that_continue_count_as_resumed() -> None:
     resume = (wire.pack_tokens([1, 2]), wire.pack_tokens([3]))
     assert PendingRequest(request(n=2), b"", "", 0, resume=resume, finished=(0,)).resumed_tokens == 1
 

@@ -688,7 +688,7 @@ async def test_a_job_that_the_tail_has_passed_over_is_read_again_when_it_is_ackn
 
 @pytest.mark.parametrize("others", [0, 4])
 @pytest.mark.parametrize("owner", ["alive", "hanging"])
-async def test_jobs_that_a_broker_has_lost_are_placed_again_though_their_worker_lives(
+async def test_jobs_that_a_broker_has_lost_are_placed_again_though_their_worker_is_alive(
     make_broker: Callable[..., EmbeddedNats],
     subjects: Subjects,
     monkeypatch: pytest.MonkeyPatch,
@@ -1019,7 +1019,7 @@ def registered_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered_yet")
-async def test_a_fenced_attempt_whose_worker_is_registered_yet_and_goes_on_ends_once(
+async def test_a_fenced_attempt_whose_worker_is_registered_yet_and_continues_ends_once(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
 ) -> None:
     """Its connection was back right after the routers had given it up."""

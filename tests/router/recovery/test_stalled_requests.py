@@ -74,7 +74,7 @@ def test_a_request_that_came_late_to_an_idle_worker_gets_its_time() -> None:
     assert dog.check(count, [active("late")], 110.0)
 
 
-def test_a_step_a_new_epoch_or_a_break_of_the_link_begins_anew() -> None:
+def test_a_step_a_new_epoch_or_a_break_of_the_link_starts_over() -> None:
     for event in ((1, 8), (2, 7), None):
         dog = Watchdog(AFTER_S)
         for now in range(10):

@@ -258,7 +258,7 @@ async def test_a_ledger_that_has_counted_nothing_yet_is_gone_on_with(bus: Bus) -
     assert (await total(bus)).requests == 1
 
 
-async def test_of_two_routers_the_other_one_goes_on_when_one_is_killed(bus: Bus, broker: EmbeddedNats) -> None:
+async def test_of_two_routers_the_other_one_continues_when_one_is_killed(bus: Bus, broker: EmbeddedNats) -> None:
     async with routing(broker, bus.subjects, name="one") as first, routing(broker, bus.subjects, name="two") as second:
         sees: Callable[[], bool] = lambda: bool(first.router.intake.membership.others)  # noqa: E731
         await eventually(sees)
@@ -270,7 +270,7 @@ async def test_of_two_routers_the_other_one_goes_on_when_one_is_killed(bus: Bus,
         assert second.router.intake.membership.reads
 
 
-async def test_a_log_that_was_made_anew_is_counted_from_its_beginning(bus: Bus, broker: EmbeddedNats) -> None:
+async def test_a_log_that_was_recreated_is_counted_from_its_beginning(bus: Bus, broker: EmbeddedNats) -> None:
     async with routing(broker, bus.subjects):
         for _ in range(3):
             await publish(bus, asked(), 10, 3)
@@ -285,7 +285,7 @@ async def test_a_log_that_was_made_anew_is_counted_from_its_beginning(bus: Bus, 
         assert (await counts(bus, 7)).requests == 7
 
 
-async def test_a_log_that_is_made_anew_while_a_router_counts_is_counted_from_its_beginning(bus: Bus) -> None:
+async def test_a_log_that_is_recreated_while_a_router_counts_is_counted_from_its_beginning(bus: Bus) -> None:
     """The broker runs on, so no reconnect tells."""
     ended: deque[Entry] = deque(maxlen=8)
     ledger, stream = UsageLedger(bus, ended, lambda: True), bus.subjects.stream("DONE")

@@ -193,7 +193,7 @@ async def test_a_router_that_restarts_needs_no_dump(broker: EmbeddedNats, pipeli
 
 
 @pytest.mark.parametrize("name", ["KV", "WORK", "DONE"])
-async def test_a_snapshot_of_a_stream_that_was_made_anew_is_not_used(
+async def test_a_snapshot_of_a_stream_that_was_recreated_is_not_used(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, name: str
 ) -> None:
     """Although the new one has got as far."""

@@ -96,7 +96,7 @@ def test_a_target_at_half_speed_is_found_whatever_the_lengths_of_its_prompts() -
     assert learned.samples == 3000
 
 
-def test_models_are_compared_with_themselves_and_a_new_worker_begins_anew() -> None:
+def test_models_are_compared_with_themselves_and_a_new_worker_starts_over() -> None:
     learned = LearnedCosts()
     for _ in range(300):
         for rank in range(3):

@@ -127,7 +127,7 @@ async def computed(run_worker: WorkerHarness) -> int:
 
 
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 30, 32, 33])
-async def test_decode_goes_on_behind_the_token_that_prefill_streamed(log: LogClient, pair: Pair, length: int) -> None:
+async def test_decode_continues_after_the_token_that_prefill_streamed(log: LogClient, pair: Pair, length: int) -> None:
     asked = request(list(range(1, length + 1)))
     await send_jobs(log, pair, asked)
     end = await log.end(asked)
@@ -224,7 +224,7 @@ async def test_each_stage_of_a_traced_request_leaves_its_own_stamps(log: LogClie
     await pair.free()
 
 
-async def test_choices_share_the_prompt_and_go_on_apart(log: LogClient, pair: Pair) -> None:
+async def test_choices_share_the_prompt_and_continue_apart(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT, n=3, sampling=DRAWN)
     await send_jobs(log, pair, asked)
     end = await log.end(asked)
@@ -823,7 +823,7 @@ async def test_blocks_that_are_reused_between_two_parts_are_not_used(
     await pair.free()
 
 
-async def test_kv_that_was_computed_again_is_read_anew(
+async def test_kv_that_was_computed_again_is_read_again(
     log: LogClient, pair: Pair, unsent: asyncio.Event, last_layer: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a preemption: the ticket of all layers has other blocks than that of the leading ones."""
@@ -1186,7 +1186,7 @@ async def test_whatever_the_ratio_of_the_pools_every_request_ends_with_its_answe
         await pair.free()
 
 
-async def test_a_preempted_request_whose_prompt_was_handed_off_goes_on_with_the_same_answer(
+async def test_a_preempted_request_whose_prompt_was_handed_off_continues_with_the_same_answer(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     async with paired(broker, pipeline, pools=(512, 30)) as pair:
@@ -1218,7 +1218,7 @@ async def full(worker_: WorkerHarness) -> BlockReservation:
     return found
 
 
-async def test_a_handoff_that_waits_for_room_asks_no_more_than_it_must_and_goes_on_at_once(
+async def test_a_handoff_that_waits_for_room_asks_no_more_than_it_must_and_resumes_at_once(
     log: LogClient, pair: Pair
 ) -> None:
     taken = await full(pair.decode)

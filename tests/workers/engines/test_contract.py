@@ -553,7 +553,7 @@ def test_what_is_scored_is_stored_and_found_by_others(make: Make) -> None:
 
 
 @pytest.mark.parametrize("first", [2, 20, 49, 50, 99])
-def test_scoring_goes_on_where_an_earlier_attempt_was(
+def test_scoring_continues_where_an_earlier_attempt_was(
     subject: Subject, model: Path, shared: Driver, first: int
 ) -> None:
     whole = shared.answer(ask(0, PROMPT, 6))
@@ -877,7 +877,7 @@ def two(make: Make) -> tuple[Driver, Driver]:
 
 
 @pytest.mark.parametrize("length", [50, 64, 200])
-def test_a_prompt_computed_elsewhere_goes_on_as_if_here(subject: Subject, make: Make, length: int) -> None:
+def test_a_prompt_computed_elsewhere_continues_as_if_here(subject: Subject, make: Make, length: int) -> None:
     needs(subject, HANDOFF)
     source, target = two(make)
     prompt = WORDS[:length]
@@ -896,7 +896,7 @@ def test_a_prompt_computed_elsewhere_goes_on_as_if_here(subject: Subject, make: 
     target.idle()
 
 
-def test_drawn_answers_go_on_elsewhere(subject: Subject, make: Make) -> None:
+def test_drawn_answers_continue_elsewhere(subject: Subject, make: Make) -> None:
     needs(subject, HANDOFF)
     needs(subject, SEEDED_RESUME)
     source, target = two(make)

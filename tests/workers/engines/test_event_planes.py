@@ -215,7 +215,7 @@ async def test_a_cache_beside_the_engine_counts_until_it_dies(
 
 
 @pytest.mark.parametrize("plane", PLANES)
-async def test_a_worker_that_registers_anew_is_known_whole_though_it_publishes_before_its_dump(
+async def test_a_worker_that_registers_again_is_known_whole_though_it_publishes_before_its_dump(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, plane: str
 ) -> None:
     async with worker(broker, pipeline, plane) as here, routing(broker, pipeline) as router:

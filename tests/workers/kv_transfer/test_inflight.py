@@ -94,7 +94,7 @@ def test_late_bytes_come_before_settled_and_never_after(world: World) -> None:
     assert world.renewed == []
 
 
-def test_a_peer_that_stands_still_is_refused_at_once_until_it_goes_on(world: World) -> None:
+def test_a_peer_that_stands_still_is_refused_at_once_until_it_continues(world: World) -> None:
     world.network.stall("peer")
     world.request()
     world.steps(1.0)
@@ -185,7 +185,7 @@ def test_a_block_that_gets_a_new_owner_while_it_is_copied_is_stale(world: World)
     assert "[2]" in str(failure(request))
 
 
-def test_generations_are_compared_anew_in_a_buffer_that_was_used_before(world: World) -> None:
+def test_generations_are_compared_again_in_a_buffer_that_was_used_before(world: World) -> None:
     for now, block in enumerate((1, 60, 1, 33)):
         world.peer_pool.generations[:] = np.arange(BLOCKS) * 7 + now
         request = world.request(ids=(block,), now=float(now))

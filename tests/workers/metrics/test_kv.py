@@ -32,7 +32,7 @@ def test_the_share_of_kv_blocks_in_use_is_shown() -> None:
     assert worker.registry.get_sample_value("penstock_worker_kv_capacity_blocks", labels) == 100
 
 
-def test_a_total_that_begins_anew_is_counted_on() -> None:
+def test_a_total_that_starts_over_is_counted_on() -> None:
     worker = metrics()
     for total in (10, 25, 25, 5):
         worker.observe(stats(hit_tokens=total), 0)

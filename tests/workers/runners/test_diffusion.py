@@ -310,7 +310,7 @@ async def test_a_broken_engine_gives_the_request_back_as_poison(log: LogClient, 
     assert not log.done
 
 
-async def test_another_attempt_begins_anew_and_is_shown_once_it_is_further(
+async def test_another_attempt_starts_over_and_is_shown_once_it_is_further(
     log: LogClient, worker: WorkerHarness
 ) -> None:
     worker.painter.hold()

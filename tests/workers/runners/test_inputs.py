@@ -59,7 +59,7 @@ def test_a_short_request_is_in_the_next_batch_before_large_ones_that_came_earlie
     assert [each.key for each in queue.take()] == ["large 2"]
 
 
-def test_a_large_request_goes_on_while_short_ones_keep_coming() -> None:
+def test_a_large_request_continues_while_short_ones_keep_coming() -> None:
     queue: InputQueue[str] = InputQueue(max_tokens=100)
     queue.add("large", [[1] * 90] * 3)
     keys: list[set[str]] = []

@@ -170,7 +170,7 @@ def test_a_worker_that_routers_avoid_is_measured_over_as_long_as_its_few_tokens_
     assert worker.pace.measured[0] == 500_000
 
 
-def test_what_tiers_cost_is_registered_anew_only_where_it_differs() -> None:
+def test_what_tiers_cost_is_registered_again_only_where_it_differs() -> None:
     assert tier_costs((), 0.0, 0.0, 1.0) == ()
     assert tier_costs((), 0.001, 0.0, 0.01) == (0.1,)
     known = tier_costs((0.1,), 0.001, 0.004, 0.01)

@@ -94,7 +94,7 @@ def test_a_new_request_becomes_one_sequence_per_choice() -> None:
     assert not state.ended
 
 
-def test_a_resumed_choice_goes_on_behind_what_was_streamed_and_a_finished_one_is_not_run() -> None:
+def test_a_resumed_choice_continues_after_what_was_streamed_and_a_finished_one_is_not_run() -> None:
     state = active(request(), resume=(wire.pack_tokens([7, 8]), wire.pack_tokens([9])), finished=(1,))
     (only,) = sequence_requests(state, "rev", state.request.block_size)
     assert list(only.generated) == [7, 8]

@@ -299,7 +299,7 @@ async def test_each_gateway_gets_its_own_requests_only(log: LogClient, worker: W
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
-async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
+async def test_a_resumed_request_continues_as_if_nothing_had_happened(
     log: LogClient, worker: WorkerHarness, cut: int
 ) -> None:
     asked = request(n=2, sampling=DRAWN)
@@ -883,7 +883,7 @@ async def test_a_drain_is_not_held_up_by_a_revoked_request(log: LogClient, worke
     assert not log.returned
 
 
-async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_anew(
+async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_over(
     log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.engine.hold()

@@ -191,7 +191,7 @@ def test_a_failure_is_a_line_with_an_error_whether_it_continues_elsewhere_or_not
         renderer.resume("3")
 
 
-def test_what_says_that_a_stream_lives_is_a_piece_without_text() -> None:
+def test_a_stream_is_kept_open_by_a_piece_without_text() -> None:
     [ping] = lines(renderer_for(request(OLLAMA_CHAT), DETOKENIZER).ping)
     assert (ping["message"], ping["done"]) == ({"content": "", "role": "assistant"}, False)
     [ping] = lines(renderer_for(request(OLLAMA_GENERATE), DETOKENIZER).ping)

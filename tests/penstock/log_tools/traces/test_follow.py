@@ -130,7 +130,7 @@ async def test_a_stream_that_has_lost_its_end_is_read_from_its_start_although_it
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_what_ends_is_sent_after_the_streams_were_lost_and_made_anew(
+async def test_what_ends_is_sent_after_the_streams_were_lost_and_recreated(
     bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch, restarted: bool
 ) -> None:
     monkeypatch.setattr(follow, "CHECK_S", 0.0)
@@ -199,7 +199,7 @@ async def test_it_begins_at_the_present_or_as_long_ago_as_asked(bus: Bus, sent: 
     assert none.requests == []
 
 
-async def test_another_goes_on_where_one_was_also_with_what_was_unfinished(bus: Bus, sent: Sent) -> None:
+async def test_another_continues_where_one_was_also_with_what_was_unfinished(bus: Bus, sent: Sent) -> None:
     kept = PositionStore(bus, "one")
     assert await kept.load() is None
     following = Following(bus, sent, await begin(bus, await kept.load()))
@@ -306,7 +306,7 @@ async def test_who_is_cancelled_between_two_batches_sends_only_the_second_again(
     assert following.counts == follow.TraceCounts(sent=2)
 
 
-async def test_once_ends_though_requests_go_on_ending(bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_once_ends_though_requests_keep_ending(bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
     following = Following(bus, sent, await begin(bus, None))
     first = await run(bus, 2)
     look = following.look

@@ -441,7 +441,7 @@ def test_the_model_s_length_ends_with_length() -> None:
     assert [output.finish for output in outputs(bench)] == ["", "", "length"]
 
 
-def test_a_sequence_that_outgrows_the_pool_fails_by_name_and_its_neighbour_goes_on() -> None:
+def test_a_sequence_that_outgrows_the_pool_fails_by_name_and_its_neighbour_continues() -> None:
     bench = Bench(total_blocks=3)
     bench.scheduler.submit(request("a", [5] * 6, max_tokens=50))
     bench.scheduler.submit(request("b", [6] * 3, max_tokens=3))
@@ -677,7 +677,7 @@ def test_a_generation_changes_when_a_block_gets_a_new_owner_and_only_then() -> N
     assert all(bench.blocks.generations[b] != g for b, g in zip(pinned.blocks, pinned.generations, strict=True))
 
 
-def test_an_adopted_prompt_is_not_computed_and_each_choice_goes_on_in_its_own_last_block() -> None:
+def test_an_adopted_prompt_is_not_computed_and_each_choice_continues_in_its_own_last_block() -> None:
     bench = Bench()
     prompt = list(range(10, 20))
     reservation = bench.scheduler.reservations.reserve(names(prompt), tails=2, users=2)
@@ -717,7 +717,7 @@ def test_a_reservation_takes_what_the_cache_has_and_leaves_room_for_what_runs() 
     assert bench.scheduler.reservations.reserve(names(list(range(50, 62))), tails=0, users=1) is not None
 
 
-def test_a_pool_full_of_pinned_blocks_waits_and_goes_on_when_they_come_free() -> None:
+def test_a_pool_full_of_pinned_blocks_waits_and_continues_when_they_come_free() -> None:
     bench = Bench(total_blocks=4)
     bench.scheduler.submit(request("a", list(range(10, 25)), max_tokens=1, pin=True, root=ROOT))
     assert bench.step().pinned

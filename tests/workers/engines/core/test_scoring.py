@@ -126,7 +126,7 @@ def test_a_prompt_of_one_token_has_none() -> None:
     assert len(bench.answers["a"]) == 8
 
 
-def test_rows_of_logits_are_bounded_and_others_go_on_beside() -> None:
+def test_rows_of_logits_are_bounded_and_others_continue_beside() -> None:
     bench = Bench(at_once=6)
     bench.submit(request("plain", PROMPT[:8], max_tokens=30))
     for key in ("a", "b"):

@@ -220,7 +220,7 @@ def test_another_publisher_adds_to_the_stream_in_either_format(make: Callable[..
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_restarted_publisher_is_read_anew(make: Callable[..., Any], replay: bool) -> None:
+def test_a_restarted_publisher_is_read_again(make: Callable[..., Any], replay: bool) -> None:
     first = publisher()
     relay = make(engine(), kv_events_from=(address(first, replay),))
     reader = Reader(relay)

@@ -39,7 +39,7 @@ def test_what_is_returned_is_ignored() -> None:
     assert torch.equal(logits, noise())
 
 
-def test_an_error_leaves_what_was_before_it_and_the_others_go_on(logged: list[Any]) -> None:
+def test_an_error_leaves_what_was_before_it_and_the_others_continue(logged: list[Any]) -> None:
     made = chain(
         own("Plus", "RaisesHalfway"),
         chosen("Plus", token=1, by=2.0),

@@ -52,7 +52,7 @@ def test_a_forced_text_comes_out_and_then_the_end_also_from_a_fresh_instance(tex
     assert ids[len(prompt) : -1] == MODEL.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_after_a_forced_text_a_model_without_an_end_goes_on_as_it_likes() -> None:
+def test_after_a_forced_text_a_model_without_an_end_continues_as_it_likes() -> None:
     processor = forced("a", prompt_len=0, eos=())
     logits = torch.zeros(VOCAB)
     processor([1, 2, 3], logits)

@@ -131,7 +131,7 @@ def adopted(
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.7, seed=3)])
 @pytest.mark.parametrize("length", [53, 48, 5])
-def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(length: int, sampling: Sampling) -> None:
+def test_a_prompt_prefilled_elsewhere_continues_as_if_here(length: int, sampling: Sampling) -> None:
     source, target, prompt = engine(), engine(total_blocks=40), PROMPT[:length]
     steps(source, request(3, prompt=[1, 2, 3]))  # block numbers differ between the two
     reservation, first = handed_off(
@@ -144,7 +144,7 @@ def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(length: int, sampling: 
     assert target.stats().pinned_blocks == 0
 
 
-def test_each_choice_goes_on_in_its_own_copy_of_the_last_block() -> None:
+def test_each_choice_continues_in_its_own_copy_of_the_last_block() -> None:
     source, target = engine(), engine()
     drawn = Sampling(temperature=1, seed=5)
     reservation, _ = handed_off(source, target, request(1, sampling=drawn), tails=3)

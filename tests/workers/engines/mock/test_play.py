@@ -75,7 +75,7 @@ def test_sequences_do_not_wait_for_each_others_tokens() -> None:
     assert [at for key, _, at in found if key == "a"] == [1.0, 1.5, 1.5, 4.0]
 
 
-def test_a_longer_answer_goes_on_and_a_continued_one_starts_behind_what_there_is() -> None:
+def test_a_longer_answer_continues_and_a_continued_one_starts_behind_what_there_is() -> None:
     clock = Clock()
     engine = engine_of(RECORDED, clock=clock)
     engine.submit(asked(count=6))

@@ -113,7 +113,7 @@ def handed_off(
 @pytest.mark.parametrize(
     "speculative", some(["", str(DEMO.parent / "demo-draft"), "ngram"], "", "ngram"), ids=["plain", "draft", "ngram"]
 )
-def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(
+def test_a_prompt_prefilled_elsewhere_continues_as_if_here(
     source: ScheduledEngine, length: int, temperature: float, speculative: str
 ) -> None:
     words, whole, sampling = LONG[:length], whole_answer(length, temperature), Sampling(temperature, seed=7)
@@ -257,7 +257,7 @@ def test_a_text_model_has_nothing_to_encode() -> None:
         build_encoder(str(DEMO), NativeOptions(device="cpu"))
 
 
-def test_pictures_prefilled_elsewhere_go_on_without_their_embeddings() -> None:
+def test_pictures_prefilled_elsewhere_continue_without_their_embeddings() -> None:
     source, target = seeing(), seeing()
     words, whole = prompt(1), expected(prompt(1), (1,))
     reservation = encoded(source, (1,))

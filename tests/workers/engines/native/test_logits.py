@@ -129,7 +129,7 @@ def test_choices_neighbours_and_preempted_sequences_answer_as_if_alone() -> None
 
 
 @pytest.mark.parametrize("cut", [1, 4, 9])
-def test_a_resumed_answer_goes_on_where_it_was(demo: ScheduledEngine, cut: int) -> None:
+def test_a_resumed_answer_continues_where_it_stopped(demo: ScheduledEngine, cut: int) -> None:
     forced = chosen("forced_text", text=TEXT)
     whole = answer(demo, ask(forced, count=60))
     assert answer(demo, ask(forced, generated=whole[:cut], count=60)) == whole[cut:]

@@ -322,7 +322,7 @@ def test_ranks_end_with_their_engine(model_dir: Callable[[str], Path]) -> None:
     ),
     ids=str,
 )
-def test_a_prompt_prefilled_at_another_width_goes_on_as_if_here(
+def test_a_prompt_prefilled_at_another_width_continues_as_if_here(
     name: str, widths: tuple[int, int], model_dir: Callable[[str], Path]
 ) -> None:
     """Nothing of the prompt is computed again, and all ranks have their part of it, or all latents."""

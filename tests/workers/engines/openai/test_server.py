@@ -241,7 +241,7 @@ def test_what_an_earlier_attempt_said_is_part_of_the_prompt(far: Played, drive: 
     assert (far.asked[0]["prompt"], far.asked[0]["max_tokens"]) == ([20, 21, 22, 30, 31, 32], 1)
 
 
-def test_an_answer_whose_connection_breaks_goes_on_behind_what_came(far: Played, drive: Callable[..., Driver]) -> None:
+def test_an_answer_whose_connection_breaks_continues_after_what_came(far: Played, drive: Callable[..., Driver]) -> None:
     far.answers = [
         says(said(30), said(31), ended=False),
         lambda handler, body: handler.whole(500, {"error": "restarting"}),
@@ -523,7 +523,7 @@ def test_what_does_not_fit_the_server_is_said_at_the_start(far: Played, drive: C
         drive(url="http://127.0.0.1:1")
 
 
-def test_an_answer_that_the_server_aborts_goes_on_behind_what_came(far: Played, drive: Callable[..., Driver]) -> None:
+def test_an_answer_that_the_server_aborts_continues_after_what_came(far: Played, drive: Callable[..., Driver]) -> None:
     far.answers = [
         says(said(30), said(31, finish="abort")),
         says(said(finish="abort")),
@@ -642,7 +642,7 @@ def test_a_server_that_lists_no_models_is_asked_for_the_one_that_was_named(
         drive()
 
 
-def test_a_chat_goes_on_behind_what_came_where_the_server_continues_messages(
+def test_a_chat_continues_after_what_came_where_the_server_continues_messages(
     far: Played, drive: Callable[..., Driver]
 ) -> None:
     far.probe = chats()
@@ -675,7 +675,7 @@ def test_a_schema_is_refused_where_the_server_was_seen_to_pass_over_it(
 
 
 @pytest.mark.parametrize("begun", [{"content": " wait"}, {"reasoning_content": "hm"}])
-def test_a_chat_that_cannot_go_on_says_so_and_one_of_which_nothing_came_starts_again(
+def test_a_chat_that_cannot_continue_says_so_and_one_of_which_nothing_came_starts_again(
     far: Played, drive: Callable[..., Driver], begun: dict[str, str]
 ) -> None:
     far.probe = chats(continued=26) if "content" in begun else chats()

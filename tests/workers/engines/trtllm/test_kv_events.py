@@ -196,7 +196,7 @@ def test_ranks_are_numbered_apart_and_one_that_lost_events_voids_no_other() -> N
     assert blocks.take(KvEvents([], lost=True)) == {0: [], 1: [Cleared()]}
 
 
-def test_a_cache_made_anew_is_empty() -> None:
+def test_a_recreated_cache_is_empty() -> None:
     source, ours = Source(), translator()
     ours.feed([source.created(), source.stored([1], TOKENS[:SIZE])])
     assert ours.feed([source.created()]) == [Cleared()]

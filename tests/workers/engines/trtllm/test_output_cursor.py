@@ -122,7 +122,7 @@ def test_an_end_by_length_before_ours_marks_the_last_new_token_or_is_an_error() 
     assert failure.code == Code.engine_error
 
 
-def test_a_prompt_that_others_go_on_with_is_no_end_by_itself() -> None:
+def test_a_prompt_that_others_continue_with_is_no_end_by_itself() -> None:
     cursor = TrtllmOutputCursor(limit=2)
     assert cursor.take([20], None, "not_finished") == ([Token(20)], None)
     assert not cursor.finished

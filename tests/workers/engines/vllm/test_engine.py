@@ -163,7 +163,7 @@ def test_no_stream_waits_for_a_schema_that_another_request_brings(make: Make, mo
     assert driver.engine.grammars.known(constraint) is None, "its text is no longer kept"
 
 
-def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) -> None:
+def test_an_answer_continues_after_a_token_that_is_drawn_again_and_differs(make: Make) -> None:
     """The prefill engine drew a token that this one does not: the answer goes on behind that token, not its own."""
     source, target = make(role="prefill"), make(role="decode")
     pinned, first = prefilled(source, ask("h", PROMPT, 12))
@@ -185,7 +185,7 @@ def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) ->
     assert seen.cached(1) >= len(PROMPT) // BLOCK * BLOCK  # from the KV that was fetched
 
 
-def test_a_drawn_answer_goes_on_elsewhere_as_one_engine_would_have_drawn_it(make: Make) -> None:
+def test_a_drawn_answer_continues_elsewhere_as_one_engine_would_have_drawn_it(make: Make) -> None:
     source, target = make(role="prefill"), make(role="decode")
     drawn = Sampling(temperature=0.9, seed=11)
     whole = target.answer(ask(0, PROMPT, 12, drawn, base=b"r" * 16))

@@ -102,7 +102,7 @@ def shown(request: SequenceRequest, held: MediaReservation, **more: Any) -> Sequ
     return msgspec.structs.replace(request, media=media, **more)
 
 
-def test_a_decode_engine_goes_on_behind_pictures_that_a_prefill_engine_computed(model: ModelDir) -> None:
+def test_a_decode_engine_continues_after_pictures_that_a_prefill_engine_computed(model: ModelDir) -> None:
     with made(model) as whole, made(model, role="prefill") as source, made(model, role="decode") as target:
         drivers = (whole, source, target)
         for numbers in PICTURES:

@@ -208,7 +208,7 @@ def test_a_next_turn_sees_the_whole_conversation(model_dir: Callable[[str], Path
     assert {each.base for each in found} == {0}
 
 
-def test_proposals_go_on_where_a_prompt_was_prefilled_elsewhere(
+def test_proposals_continue_where_a_prompt_was_prefilled_elsewhere(
     model_dir: Callable[[str], Path], heads: Callable[..., Path]
 ) -> None:
     model, head = model_dir("llama"), heads("sglang")

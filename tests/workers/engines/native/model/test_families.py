@@ -107,7 +107,7 @@ DISTINCT = (
 
 
 @pytest.mark.parametrize("family", some(["cohere2", "exaone4", "ministral", "olmo3", "starcoder2"], "cohere2", "olmo3"))
-def test_a_family_with_sliding_windows_goes_on_behind_a_handoff(family: str, tmp_path: Path) -> None:
+def test_a_family_with_sliding_windows_continues_after_a_handoff(family: str, tmp_path: Path) -> None:
     handed_off(saved(family, tmp_path), 33)
 
 
