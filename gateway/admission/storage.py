@@ -1,14 +1,14 @@
-"""Decides whether requests with ``no_store`` are accepted: memory storage must have room for them.
+"""Whether there is room to store new requests, and how long what is stored is kept.
 
-Whether the log has room for new work: requests that wait must not be discarded by those that come after them.
+``MemoryCheck`` decides whether requests with ``no_store`` are accepted: memory storage must have room for them.
 
-REQUESTS discards its oldest messages when it is full. From ``FULL`` of it behind its oldest unplaced request on, new
-requests are refused; from ``FAIR`` on, those of tenants that use more than their share.
+``LogCapacity`` decides whether the log has room: requests that wait must not be discarded by those that come after
+them. REQUESTS discards its oldest messages when it is full. From ``FULL`` of it behind its oldest unplaced request on,
+new requests are refused; from ``FAIR`` on, those of tenants that use more than their share.
 
-How long records and prompts are kept at the present rate: DONE and REQUESTS promise days, but discard their oldest
-messages earlier at ``max_bytes``.
-
-No unfinished request is lost that way, so none is refused; the operator is warned while there is time to enlarge it.
+``Retention`` estimates how long records and prompts are kept at the present rate. DONE and REQUESTS promise days, but
+discard their oldest messages earlier at ``max_bytes``. No unfinished request is lost that way, so none is refused; the
+operator is warned while there is time to enlarge the stream.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""From the body of an image or video generation to a GenerateRequest: parse, model, parameters, request.
+"""Image and video generation: from a body to a GenerateRequest, and from denoising steps to a body or events.
 
-Pure but for random numbers. Options that the client leaves open take the pipeline's defaults.
-
-A body's options over a diffusion model's defaults and limits. Nothing is left open, so any worker makes the same.
+Pure but for random numbers. Options that the client leaves open take the pipeline's defaults, so that nothing is left
+open and any worker makes the same.
 
 A "token" is a denoising step. As with text, everything shown is a function of the items, and the id of an event is the
 number of steps done, so any gateway can continue from ``Last-Event-ID``.

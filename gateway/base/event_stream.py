@@ -1,9 +1,8 @@
-"""Server-sent events of the OpenAI API: data in JSON, ended by ``[DONE]``.
-
-JSON of large lists, encoded in slices that are never joined.
+"""Server-sent events of the OpenAI API (data in JSON, ended by ``[DONE]``), and large lists as JSON in slices.
 
 One call of the encoder, or one copy of a large string, holds the interpreter until it returns, also in a thread: 10 MB
-of log-probabilities in one call block the event loop for 50 to 100 ms. Between two slices the event loop runs.
+of log-probabilities in one call block the event loop for 50 to 100 ms. So slices are never joined, and the event loop
+runs between two of them.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""The grammar of tool calls of each row of the table that ``penstock.infra.text.parsers`` reads by.
-
-Arguments in a special notation, ``{key:<|"|>text<|"|>,number:3}``, with a mark around texts (Gemma 4).
-"""
+"""The grammar of tool calls of each row of the table that ``penstock.infra.text.parsers`` reads by."""
 
 import html
 import re

@@ -53,9 +53,8 @@ LINES_HEADERS = [(b"content-type", b"application/x-ndjson"), *SSE_HEADERS[1:]]
 MODEL = "penstock.model"  # in the ASGI scope: the canonical name of the request's model
 ANSWERED_BY = b"x-penstock-model"
 IGNORED_OPTIONS = b"x-penstock-ignored-options"
-HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
 HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
-
+HEAD_CONSTRAINED_S = 5.0  # the same for constrained output: a worker may refuse what this gateway cannot check
 
 _json = msgspec.json.encode
 

@@ -1,6 +1,7 @@
-"""The HTTP API: OpenAI's endpoints, health, metrics and documentation, routed by Starlette.
+"""The gateway's HTTP application: the endpoints of all APIs, health, metrics, documentation and the page at ``/``.
 
-The page at ``/``: models, endpoints, and a box to try them. It loads nothing from elsewhere and stores nothing.
+Endpoints that answer a body are called directly; the others are routed by Starlette. The page shows models, endpoints
+and a box to try them. It loads nothing from elsewhere and stores nothing.
 """
 
 import asyncio

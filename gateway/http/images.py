@@ -1,6 +1,5 @@
-"""HTTP endpoints of image and video generation.
-
-Generated images and videos: read from the object store, and served at ``GET /v1/media/{name}``.
+"""HTTP endpoints of image and video generation, and ``GET /v1/media/{name}`` for the generated files, which are read
+from the object store.
 """
 
 import re

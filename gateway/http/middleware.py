@@ -1,13 +1,12 @@
-"""One log line per HTTP request: who, method, path, status, duration and request id; no query, header or body.
+"""What wraps the HTTP application: log lines, cross-origin rules, and the addresses of clients behind a proxy.
 
-Which pages of browsers may use the API: ``--cors-origins``. Without it, none of another origin.
+The log has one line per request: client, method, path, status, duration and request id; no query, header or body.
 
-Keys are sent by scripts, never by the browser itself, so credentials (cookies) are not allowed.
+``--cors-origins`` names the origins whose pages may use the API in a browser; without it, none may. Keys are sent by
+scripts, never by the browser itself, so credentials (cookies) are not allowed.
 
-Who is behind a proxy: ``X-Forwarded-For`` and ``X-Forwarded-Proto``, of proxies that ``--trusted-proxies`` names.
-
-Anyone can send these headers, so they count only if the peer is such a proxy; and of several addresses only those that
-trusted proxies have written, from the right.
+``X-Forwarded-For`` and ``X-Forwarded-Proto`` count only if the peer is a proxy that ``--trusted-proxies`` names, since
+anyone can send them; of several addresses only those count that trusted proxies have written, from the right.
 """
 
 import inspect

@@ -1,11 +1,10 @@
-"""Recognises the bytes of a medium: an image, or an embedding file of a known shape. Decodes nothing.
+"""Recognises the bytes of a medium: an image and its orientation, or an embedding file of a known shape. Decodes
+nothing.
 
 Image libraries also parse metadata before they report a size: a JPEG of empty markers takes Pillow 0.4 s per MB. This
 parser stops at the first pixel, after a bounded number of steps.
 
-Whether a JPEG is shown on its side: the orientation in its Exif block. Nothing is decoded.
-
-Cameras store an image as their sensor read it, and which way is up beside it.
+Cameras store an image as their sensor read it, and in an Exif block which way is up.
 """
 
 from struct import Struct, unpack_from

@@ -1,8 +1,7 @@
-"""Downloads a medium over HTTP from an address that was checked, in bounded size and time.
+"""Downloads a medium over HTTP in bounded size and time, only from addresses that may be fetched from.
 
-Imported when first needed, see ``fetch``.
-
-Which addresses the gateway fetches media from, on behalf of clients that name any host.
+Clients name any host, so ``check_address`` refuses addresses that are not public unless the operator admits them.
+Imported when first needed.
 """
 
 import asyncio

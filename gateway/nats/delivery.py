@@ -5,7 +5,7 @@ a message with a reply subject brings "no responders". The reply subjects that t
 (``_R_.…``) never do. There a message asks for the broker's trace of it: as long as the client is subscribed, the trace
 has the step into the client's account; the broker drops that mapping for good once the subscription has gone.
 
-Limits how many answers of one key are sent at a time: a client's repeats must not delay other clients.
+``KeyedSlots`` limits how many answers of one key are sent at a time: a client's repeats must not delay other clients.
 """
 
 import asyncio

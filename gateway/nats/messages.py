@@ -1,12 +1,9 @@
 """An answer as numbered messages: 0, 1, 2 … without gaps, the same from every gateway. Pure.
 
-A streamed answer has one message per event that the HTTP API would write, several choices in one fixed order
-(``penstock.gateway.nats.messages``); any other answer is one message.
-
-The order in which the tokens of several choices are sent, however they were computed and read. Pure.
-
-Choices take turns, one token each, then their end, so the order depends on the answer only. In the token log it changes
-whenever a choice is preempted or another worker continues it, and the record has none.
+A streamed answer has one message per event that the HTTP API would write; any other answer is one message. The tokens
+of several choices are sent in one fixed order: choices take turns, one token each, then their end. So the order depends
+on the answer only. In the token log it changes whenever a choice is preempted or another worker continues it, and the
+record has none.
 """
 
 from collections import deque

@@ -4,10 +4,9 @@ If this gateway crashes, the submission is delivered to another one, which finds
 sends the answer from the start. The stream discards a repeat within its duplicate window, so gateways also subscribe to
 the subject itself, and the one that answers the first submission answers the repeat.
 
-Submissions that wait for a place in the queue of their class, beside those that wait in their stream.
-
 A submission that is sent back to its stream is delivered again after a second, when others may have taken the places
-that were free meanwhile: with a short queue, most places would stay empty. So some of each tenant wait here. Pure.
+that were free meanwhile: with a short queue, most places would stay empty. So some of each tenant wait here for a place
+in the queue of their class (``WaitingLine``, pure).
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """All requests, newest first, page by page: those in REQUESTS by their acceptance, then older records.
 
 REQUESTS keeps a day and has every request, whatever became of it; records are kept longer. A page reads a bounded part
-of the log, so it may hold fewer requests than were asked for, none even, and still not be the last.
-
-The progress of a running request, from the gateway that follows it: reading the log takes longer the more it has.
+of the log, so it may hold fewer requests than were asked for, even none, and still not be the last. The progress of a
+running request comes from the gateway that follows it: the more the log has, the longer reading it takes.
 """
 
 import asyncio

@@ -2,11 +2,9 @@
 
 A few round trips, however much the log holds. Who may see a request is decided here and nowhere else.
 
-An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
-it. The time is by a gateway's clock, the place by the broker's: what is not found is looked for in the minutes around
-it.
-
-How requests ended: their records in the log, found by subject and not by scanning.
+An id contains a time, and so about the place of its request in the stream, and determines its shard: one round trip
+finds it. The time is by a gateway's clock, the place by the broker's, so a request that is not found is searched for in
+the minutes around it. Records are found by their subject, without a scan.
 """
 
 import asyncio

@@ -14,9 +14,9 @@ turn. So a request costs no more in a deployment with 64 cells than in one with 
 
 h: tokens that the cell's router holds for each worker, since no worker has room. If all cells hold requests, the work
 that is left of a prompt decides, and a quarter of h: a cell whose held requests begin like this one will have computed
-its beginning by then. The nearest cell is preferred so that
-short prompts stay in one cell, and what a gateway sends goes to few brokers. Where only published loads are known and
-nothing is held, it is preferred by what one of its workers computes within ``UNSEEN_S``, if that is more.
+its beginning by then. The nearest cell is preferred so that short prompts stay in one cell, and what a gateway sends
+goes to few brokers. Where only published loads are known and nothing is held, it is preferred by what one of its
+workers computes within ``UNSEEN_S``, if that is more.
 """
 
 import asyncio

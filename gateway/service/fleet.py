@@ -1,14 +1,11 @@
 """What a gateway derives from the fleet's registrations: which models there are, and which workers it uses.
 
 A gateway serves the models that its operator named, and with ``learn_models``, or if none was named, every model that
-workers register. A model stays known for a while after its last worker has left, so that a request that arrives while a
-worker is being replaced waits in the queue.
+workers register. ``RoleModels`` has the models that workers of a separate role serve (images, vectors).
 
-Models that workers of a separate role serve (images, vectors), by name, from the registrations of those workers.
-
-A model stays known after its last worker has left, so that a request that arrives while a worker is being replaced
-waits in the queue instead of failing. A gateway that starts meanwhile cannot prepare a request for it, and learns from
-the log that there is such a model.
+A model stays known for a while after its last worker has left, so that a request that arrives while a worker is being
+replaced waits in the queue instead of failing. A gateway that starts meanwhile cannot prepare a request for it, and
+learns from the log that there is such a model (``ServedLately``).
 """
 
 import time

@@ -1,8 +1,6 @@
-"""JetStream's answers to publishes and API requests, and the error codes that Penstock handles.
+"""JetStream's answers to publishes and API requests, the error codes that Penstock handles, and compare-and-set.
 
 Codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
-
-A write that the broker refuses if the revision has changed, repeated while it refuses for a moment only.
 """
 
 import asyncio

@@ -1,10 +1,9 @@
-"""Estimates how soon a stream discards unfinished messages, from samples of its state. Pure.
+"""How full a stream is from its oldest unfinished message on, and how soon it discards such messages.
 
 A full stream discards its oldest messages. What must not be discarded begins at the oldest unfinished message; the
 share of ``max_bytes`` from there to the stream's end is how full the stream is for us. The server reports counts and
-bytes of the whole stream only, so bytes from a sequence on are estimated between samples.
-
-How full a stream is from its oldest unfinished message on: sampled periodically, never per request.
+bytes of the whole stream only, so bytes from a sequence on are estimated between samples (``StreamFill``, pure).
+``StreamWatch`` takes the samples periodically, never per request.
 """
 
 import asyncio

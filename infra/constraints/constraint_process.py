@@ -1,6 +1,6 @@
 """The process in which constraints are compiled to see whether they can be: each in a fork, under limits of the kernel.
 
-Its parent is ``constraint_trials``. It reads jobs from standard input and answers them in order.
+Its parent is ``trials``. It reads jobs from standard input and answers them in order.
 """
 
 import contextlib

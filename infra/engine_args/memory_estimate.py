@@ -1,16 +1,13 @@
 """Memory of an engine on one GPU, and the context that fits: an estimate from the model's shape, not a measurement.
 
-The formulas, per GPU:
+The shape is read from config.json, never from weights. Parameter counts are exact except for norms and biases; tests
+compare them with published ones. The formulas, per GPU:
 
 - weights: attention, shared experts and embeddings / attention ranks, dense layers / TP, experts / (MoE TP x MoE EP),
   all / PP, and vision on every GPU, each times its bits. With attention DP, every rank has all attention weights.
 - KV per token and layer: 2 x ceil(kv_heads / attention ranks) x head_dim values; MLA: latent + rotary part, which
   is not split over ranks (arXiv:2405.04434, section 2.1.3). A layer with a window keeps min(length, window) tokens.
 - pool: free_gpu_memory_fraction x (GPU - weights - reserve), less the transfer buffer of ``max_tokens_in_buffer``.
-
-A model's size from its config.json: parameters, and KV cache per token. No weights are read.
-
-Parameter counts are exact except for norms and biases; tests compare them with published ones.
 """
 
 import math

@@ -1,6 +1,5 @@
-"""What a model's generation_config.json sets: for requests that leave it out, and for all of them. Pure.
-
-How many tokens a model's files say that it takes. Pure.
+"""What a model's files set: sampling options (generation_config.json), for requests that leave them out or for all of
+them, and how many tokens the model takes. Pure.
 
 Checkpoints extend their positions by RoPE scaling, and say so in different ways: in most, the length that config.json
 names is the extended one, in others it is the one before. What vLLM, SGLang and transformers all accept is taken; what

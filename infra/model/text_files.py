@@ -1,9 +1,10 @@
-"""A model's tokenizer from the files that its folder has: tokenizer.json, or a byte-level BPE that others read.
+"""A model's tokenizer and chat templates from the files that its folder has.
 
-Mistral's ``tekken.json`` and the ``tiktoken.model`` of Kimi list tokens by rank. They become a tokenizer of the library
-that reads tokenizer.json, with the same tokens: adjacent parts are merged lowest rank first, as tiktoken does it.
+A tokenizer is tokenizer.json, or a byte-level BPE that others read: Mistral's ``tekken.json`` and the
+``tiktoken.model`` of Kimi list tokens by rank. They become a tokenizer of the library that reads tokenizer.json, with
+the same tokens: adjacent parts are merged lowest rank first, as tiktoken does it.
 
-Of the places that makers use, the first with a template counts: an override, chat_template.jinja,
+Of the places that makers use for a template, the first with one counts: an override, chat_template.jinja,
 tokenizer_config.json, chat_template.json, processor_config.json. ``additional_chat_templates/NAME.jinja`` add to it.
 """
 

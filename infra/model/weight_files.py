@@ -4,10 +4,9 @@ A directory's index (model.safetensors.index.json) may name files of another dir
 model does: its text part is the bundled text model, which is installed once. There the same weights have other names;
 ``key_mapping`` in the index' metadata translates them. It is ours: other readers of the format do not know it.
 
-Mistral's own format: ``params.json`` and ``consolidated*.safetensors`` in place of ``config.json`` and its weights.
-
-A folder counts as such where it has no ``config.json``. Its dense text models become the ``mistral`` of transformers.
-Pure but for reading ``params.json``: who loads the weights renames and reorders them as ``tensors`` says.
+Mistral's own format has ``params.json`` and ``consolidated*.safetensors`` in place of ``config.json`` and its weights;
+a folder without ``config.json`` is of this format. Its dense text models become the ``mistral`` of transformers. Only
+``params.json`` is read here: who loads the weights renames and reorders them as ``tensors`` says.
 """
 
 from collections.abc import Mapping

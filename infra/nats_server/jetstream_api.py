@@ -1,7 +1,7 @@
-"""The JetStream API in JSON: streams, their snapshots, and new configurations of a running embedded broker.
+"""Requests to a broker in JSON: streams and their snapshots over the JetStream API, and reloads of an embedded broker.
 
-A client library's structs lag behind the server's fields, and would drop new ones silently. With JSON, nothing is
-lost: the server refuses unknown fields.
+A client library's structs lag behind the server's fields, and would drop new ones silently. With JSON, nothing is lost:
+the server refuses unknown fields.
 
 A snapshot comes in chunks that are acknowledged, so that a slow disk here slows the server down. It removes no message
 and blocks no client; messages that are published meanwhile may be in it or not. Sequences and times stay.

@@ -1,4 +1,5 @@
-"""What each role may publish and subscribe, and why: only what it uses, by name where the name is known in advance.
+"""What each role and each tenant may publish and subscribe, and why: only what it uses, by name where the name is known
+in advance.
 
 Permissions are the same for all processes of a role, and cover whole tokens of a subject. So the subjects of one worker
 are open to all workers (see ``SHARED``): a client with a worker's password is trusted with the whole pool.
@@ -6,8 +7,6 @@ are open to all workers (see ``SHARED``): a client with a worker's password is t
 Besides the pipeline's processes and its clients there are roles of people and of what works for them: ``viewer`` sees
 the state of everything and no content, ``reader`` the log with prompts and answers, ``planner`` and ``keys`` change
 what their names say.
-
-The tenants' accounts in the server's configuration: what the pipeline exports, and what a tenant imports of it.
 
 A tenant's account holds its users and its inboxes. The subjects of the NATS API lead from it into the pipeline's
 account, with the tenant's name inserted, and back; no other subjects do.

@@ -1,15 +1,15 @@
-"""Who the tenants are, with their passwords, and one file with the credentials of each.
+"""The credentials of tenants, and of a data folder's broker users.
 
-Those of the broker that belongs to a data folder are in a file there: its configuration takes the passwords from it at
-each start, ``penstock tenants`` writes it and has the running broker reload it. Those of any other broker are in a
-bucket of it (``Accounts``), so that all operators see the same ones, whatever machine they work on. Each operator's
-folder has copies (``copies``), from which they are restored when the broker has lost its disk.
+Tenants and passwords of the broker that belongs to a data folder are in a file there: its configuration takes the
+passwords from it at each start, ``penstock tenants`` writes it and has the running broker reload it. Those of any other
+broker are in a bucket of it (``Accounts``), so that all operators see the same ones, whatever machine they work on.
+Each operator's folder has copies (``copies``), from which they are restored when the broker has lost its disk. Each
+tenant gets one file with its credentials.
 
 What gateways and routers need (``penstock.schemas.tenants.Limits``) is in the ``tenants`` bucket of both.
 
-The passwords of a data folder's broker users: two users per role, one of which is in use.
-
-So the other can get a new password while processes and clients are connected (``penstock passwords``).
+Each role has two broker users, one of which is in use. So the other can get a new password while processes and clients
+are connected (``penstock passwords``).
 """
 
 import fcntl

@@ -1,6 +1,7 @@
-"""How many CPU threads an engine should compute with: the machine's cores, less what is limited or busy at start.
+"""What one process may take of its machine: threads to compute with, memory, and the part of it for a KV cache on the
+CPU.
 
-Memory: how much this process may use, how much is free, and how much of it a KV cache on the CPU may take.
+Threads: the machine's cores, less what is limited or busy at start.
 """
 
 import contextlib

@@ -1,14 +1,13 @@
-"""From text to token ids: the tokenizer's own result, which caches of words and pieces give for a fraction of the time.
+"""From text to token ids: the tokenizer's own result, in a fraction of the time, by caches of words and pieces.
 
 Byte-level BPE splits a text into words and encodes each by itself, and most words come again. The split of ASCII text
 is repeated here; other pieces of a text, and any other tokenizer, are left to the tokenizer. What comes again as a
 whole, such as a system prompt and the conversation before a new message, is kept in pieces, which are not even split.
 
-Keeps the text of control tokens in clients' messages plain text, so that clients cannot forge roles or messages.
-
-A tokenizer turns the text of an added token into that token wherever it stands. Where a client's text contains one, a
-mark is inserted into it before the template is rendered, and the mark's own tokens are left out of the prompt. So the
-text is encoded as plain text, wherever the template puts it. Everything else is encoded as usual.
+``PlainText`` keeps the text of control tokens in clients' messages plain text, so that clients cannot forge roles or
+messages. A tokenizer turns the text of an added token into that token wherever it stands. Where a client's text
+contains one, a mark is inserted into it before the template is rendered, and the mark's own tokens are left out of the
+prompt. So the text is encoded as plain text, wherever the template puts it. Everything else is encoded as usual.
 """
 
 import json

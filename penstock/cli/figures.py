@@ -1,11 +1,4 @@
-"""Times and durations as people write them at a terminal.
-
-Counts as people read them: "1 request", "2,048 requests".
-
-Sizes in bytes as people write and read them.
-
-Quantiles of measured values.
-"""
+"""Figures as people read and write them at a terminal: times, durations, counts, sizes in bytes, quantiles."""
 
 import contextlib
 import datetime

@@ -1,6 +1,6 @@
-"""What commands print: tables, and errors without their numbers.
+"""What commands print: text, questions, tables that fit the terminal, and errors without their numbers.
 
-Tables that fit a terminal: where there is no room for all columns, those that matter least are left out.
+Where there is no room for all columns of a table, those that matter least are left out.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """One deployment: started in order, supervised until a signal, stopped in order.
 
-Returns what a worker ran when its process ended to the routers, before the worker is started again.
-
-The restarted worker would do so from the same journal, but later, and without the exit status.
+When a worker's process ends, the requests that it ran are returned to the routers before it is started again. The
+restarted worker would do so from the same journal, but later, and without the exit status.
 """
 
 import asyncio

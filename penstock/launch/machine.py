@@ -1,6 +1,5 @@
-"""The machine's resources for a deployment: engines, models, GPUs, and consecutive ports.
-
-The sockets on which the gateways of a deployment listen: one for all, and one for each if there are several.
+"""The machine's resources for a deployment: engines, models, GPUs, ports, and the sockets on which gateways listen: one
+for all, and one for each if there are several.
 """
 
 import contextlib

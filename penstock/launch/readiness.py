@@ -1,6 +1,6 @@
 """Checks that a starting deployment can serve: its workers are registered, and each gateway answers that it is ready.
 
-Which workers are registered right now, asked once: for the start of a deployment, not for serving.
+Registrations are read once: for the start of a deployment, not for serving.
 """
 
 import asyncio

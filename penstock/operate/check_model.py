@@ -1,5 +1,4 @@
 """``penstock models check DIR``: what a folder is, what was found in it and from where, and a prompt made with it.
-
 ``penstock models list``: the models of this machine that need no folder's name.
 """
 

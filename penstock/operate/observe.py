@@ -1,9 +1,8 @@
 """A running deployment at a glance, from the broker alone: workers, queues, rates and streams.
 
-Rates come from the sequences of streams. Times, hit rates and failures come from the requests that end between two
-looks, at most ``SAMPLED_PER_LOOK`` at a time. Nothing that is read has a prompt or an answer.
-
-The bodies hold prompts and answers. Who may see how a deployment does need not be trusted with those.
+Rates come from the sequences of streams. Times, hit rates and failures come from the headers of requests that end
+between two looks, at most ``SAMPLED_PER_LOOK`` at a time. Bodies are not read: they hold prompts and answers, and those
+who may see how a deployment does need not be trusted with them.
 """
 
 import asyncio

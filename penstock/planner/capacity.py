@@ -2,16 +2,15 @@
 
 Prefill workers are a queue with several servers: the mean wait is Sakasegawa's approximation of M/M/c
 (doi:10.1007/BF02480231). Decode workers run what they have at once: requests at a worker are tokens per second times
-the time of a token, which grows with them, so they are a fixed point. Their number varies as that of a Poisson
-process, and the sizes hold for ``SPREAD`` standard deviations above its mean.
+the time of a token, which grows with them, so they are a fixed point. Their number varies as that of a Poisson process,
+and the sizes hold for ``SPREAD`` standard deviations above its mean.
 
 An aggregated worker does both: while it computes prompts no token comes, so time per token is stretched by 1 / (1 -
 share of the time for prompts), and a prompt also waits for the step under way.
 
-How long an engine takes for a prompt and for a token, at any load: a profile, extrapolated beyond its points.
-
-``penstock profile sla`` does not extrapolate measurements. A planner must always decide, so the last slope continues,
-and a context beyond the longest one counts as more requests of that context with as many tokens in all.
+How long an engine takes for a prompt and for a token comes from a profile, extrapolated beyond its points. ``penstock
+profile sla`` does not extrapolate measurements, but a planner must always decide. So the last slope continues, and a
+context beyond the longest one counts as more requests of that context with as many tokens in all.
 """
 
 import math

@@ -1,14 +1,13 @@
-"""The interface of connectors, and the one that changes nothing.
+"""Connectors start and drain the workers that a planner asks for: on Kubernetes, on this machine, or nowhere (a dry
+run).
 
-Replicas of the Helm chart's workers, by the scale subresource of the Kubernetes API.
+``Replicas`` scales the Helm chart's workers by the scale subresource of the Kubernetes API. A pod that Kubernetes ends
+gets SIGTERM: its worker drains within the chart's ``drainSeconds``. Which pod that is, Kubernetes decides. A horizontal
+autoscaler of the same workers would undo the changes: leave ``autoscaling`` off.
 
-A pod that Kubernetes ends gets SIGTERM: its worker drains within the chart's ``drainSeconds``. Which pod that is,
-Kubernetes decides. A horizontal autoscaler of the same workers would undo the changes: leave ``autoscaling`` off.
-
-Workers of the `penstock up` on this machine: started by it, and drained over the broker.
-
-A worker that leaves takes no new request, finishes those it has and ends; `penstock up` does not start it again. One
-that is to come is one of the drained ones, or a further one with the next number.
+``LocalWorkers`` are those of the `penstock up` on this machine: started by it, and drained over the broker. A worker
+that leaves takes no new request, finishes those it has and ends; `penstock up` does not start it again. A further
+worker is one of the drained ones, or a new one with the next number.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """The planner's shell: looks at the deployment, decides, has workers started and drained, and logs each decision.
 
-The lease of a model's planner: one at a time, by a key of the broker that expires when it is not renewed.
-
-The broker decides: a key is made only where there is none, and renewed only by the one who wrote it last. A planner
-that cannot renew in time stops deciding before its key expires.
+One planner of a model works at a time, by a lease: a key that the broker makes only where there is none, renews only
+for the one who wrote it last, and removes when it is not renewed. A planner that cannot renew in time stops deciding
+before its key expires.
 """
 
 import asyncio

@@ -15,9 +15,9 @@ No clock, no broker. A decision takes these steps:
 6. Minimum, maximum and the GPU budget bound the result.
 7. Where the minimum is 0, workers that were idle for ``zero_after_s`` sleep until a request wakes one.
 
-``constant``: the last one. ``moving_average``: the mean of the last few. ``holt``: exponential smoothing of level and
-trend, the trend damped (Gardner and McKenzie 1985), or the last one if that is higher; it follows a ramp, on which the
-others lag behind.
+The rate is predicted in one of three ways. ``constant``: the last one. ``moving_average``: the mean of the last few.
+``holt``: exponential smoothing of level and trend, the trend damped (Gardner and McKenzie 1985), or the last one if
+that is higher; it follows a ramp, on which the others lag behind.
 """
 
 import math

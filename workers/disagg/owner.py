@@ -1,6 +1,6 @@
 """The side that owns blocks: offers them under a lease, pushes them on request, and frees them.
 
-Blocks pinned for other workers, each until its lease ends. Pure: time is an argument.
+``Pins`` are the blocks pinned for other workers, each until its lease ends. Pure: time is an argument.
 """
 
 import asyncio

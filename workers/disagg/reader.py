@@ -1,6 +1,7 @@
 """The side that needs blocks: fetches the blocks of a ticket into its own, or raises the reason why it cannot.
 
-Also follows the workers to and from which blocks move: connects to new ones before use, and removes lost ones.
+``PeerWatcher`` follows the workers to and from which blocks move: it connects to new ones before use, and removes lost
+ones.
 """
 
 import asyncio

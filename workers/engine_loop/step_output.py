@@ -87,7 +87,7 @@ class SequenceState:
         self.scored_tokens = 0  # leading prompt tokens whose log-probabilities were flushed
         self.measurements: list[SequenceMeasurements] | None = None  # the engine's own timings
         self.usage: Usage | None = None  # as a server counted; None: tokens are counted
-        self.seen_ns = 0  # when ``token_pace`` looked at it last; 0: it had no token of this worker yet
+        self.seen_ns = 0  # when ``TokenPace`` looked at it last; 0: it had no token of this worker yet
         self.seen_tokens = self.first  # how many it had then
 
 

@@ -1,11 +1,7 @@
-"""What each engine can do, and what becomes of sampling options, for the workers' checks and the tables of the docs.
+"""What each engine can do, for the workers' checks and the tables of the docs. Imports no engine.
 
-Imports no engine.
-
-Which sampling options an external engine applies, and what becomes of requests for the others. Pure.
-
-No option is dropped in silence. A request for one that shapes its text is refused; a seed, which every request has, is
-announced as ignored, and the gateway names it in its answers.
+Also which sampling options an external engine applies. No option is dropped silently: a request for one that shapes its
+text is refused; a seed, which every request has, is announced as ignored, and the gateway names it in its answers.
 """
 
 from collections.abc import Mapping

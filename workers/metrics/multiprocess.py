@@ -4,10 +4,8 @@ If ``PROMETHEUS_MULTIPROC_DIR`` is set at start, prometheus_client writes each p
 directory that the variable names when the value is created. Each worker uses a directory of its own, so that neither
 other workers nor ended ones are included.
 
-``penstock rank-metrics``: the metrics page of an engine's ranks on a machine that has no worker.
-
-An engine over several machines has its worker on the first one. The other ranks serve nothing of their own: they write
-their values to files (``multiprocess``), and this process shows those of its machine.
+An engine over several machines has its worker on the first one. On the others, ``penstock rank-metrics`` serves the
+values that the ranks of its machine write.
 """
 
 import contextlib

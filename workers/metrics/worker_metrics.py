@@ -1,9 +1,8 @@
 """The metrics of a worker. One scope per process; names end in their unit.
 
-Memory and use of the GPUs that a worker's engine sees, read through NVIDIA's management library.
-
-The library (package ``nvidia-ml-py``) needs no CUDA context, so that it also serves engines in processes of their own.
-Without it, or without a GPU, there are no such series.
+Memory and use of the engine's GPUs are read through NVIDIA's management library (package ``nvidia-ml-py``). It needs no
+CUDA context, so it also serves engines in processes of their own. Without it, or without a GPU, there are no such
+series.
 """
 
 import contextlib

@@ -2,8 +2,6 @@
 
 A request's vectors are published once all are there, so that they come from one attempt.
 
-Inputs of all requests that wait to be embedded, and which of them form the next batch. Pure.
-
 A batch has the oldest input of the request whose turn it is. Short requests come before those with much left, which are
 computed in slices, and among equals the one that has waited longest. Beside it are inputs of nearly the same length, of
 any request: a matrix is as wide as its longest row, and what pads the others is computed for nothing.

@@ -1,6 +1,6 @@
 """From the engine's flushes to published token items, KV events and ended sequences, in order.
 
-Dumps the names in the prefix cache for routers that missed events: one snapshot, in pages that fit a message.
+``Dumper`` sends the names in the prefix cache to routers that missed events: one snapshot, in pages that fit a message.
 """
 
 import asyncio

@@ -2,10 +2,9 @@
 
 Stages that hand KV or embeddings to other workers are in ``disaggregation``.
 
-How fast a worker's tokens come, and what its engine spends on them: what ``penstock.schemas.pace`` compares. Pure.
-
-Requests that run are looked at about once a second, and when they end, so that nothing is added to a token's way, and a
-worker that is slow is known before its first answer ends.
+``TokenPace`` (pure) measures how fast a worker's tokens come, and what its engine spends on them, for
+``penstock.schemas.pace``. It looks at running requests about once a second, and when they end: nothing is added to the
+path of a token, and a slow worker is known before its first answer ends.
 """
 
 import asyncio

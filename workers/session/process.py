@@ -1,10 +1,8 @@
 """A worker process: one broker connection, one backend, one session after another.
 
-The backend (engine, thread, transport) is built before the first session and survives each of them.
-
-Stops a worker process: the first signal drains it within a bound, the second ends it at once.
-
-``HURRY`` ends the drain: the supervisor's deadline for all processes may come before this one's own.
+The backend (engine, thread, transport) is built before the first session and survives each of them. The first signal
+drains the process within a bound, the second ends it at once. ``HURRY`` ends the drain: the supervisor's deadline for
+all processes may come before this one's own.
 """
 
 import asyncio

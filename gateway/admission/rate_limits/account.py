@@ -1,15 +1,14 @@
-"""One gateway's part of an API key's limits: units that it has taken from the ledger, and requests that use them.
-
-Pure. A request is usually paid from units at hand, without a message. Few are taken at a time: what waiting requests
-need, and as many as were spent in the last seconds, but never more than a ``SPARE`` th of the limit beyond the need, so
-that those which lie idle at other gateways are few. Those of a busy key are taken before they are needed.
-
-The shared part of an API key's limits: what all gateways together have taken. Pure; the time is an argument.
+"""The limits of an API key, in two parts: what all gateways have taken of them together, and what one gateway does with
+its share. Pure; the time is an argument.
 
 A gateway takes units of the requests and tokens per minute from the ledger, and spends them on requests within
 ``SPEND_S``. They count from the second in which they were taken, and for ``CHARGED_S``: so in no 60 seconds is more
-spent than the limit, by however many gateways, as long as their clocks agree within ``SKEW_S``. What was not spent
-goes back to the second in which it was taken.
+spent than the limit, by however many gateways, as long as their clocks agree within ``SKEW_S``. What was not spent goes
+back to the second in which it was taken.
+
+A request is usually paid from units at hand, without a message. Few are taken at a time: what waiting requests need,
+and as many as were spent in the last seconds, but never more than a ``SPARE`` th of the limit beyond the need, so that
+few lie idle at other gateways. Those of a busy key are taken before they are needed.
 """
 
 from collections.abc import Mapping

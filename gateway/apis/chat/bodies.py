@@ -1,9 +1,8 @@
-"""Request bodies of chat completions and completions: their fields and limits. Knows no model and no tokenizer.
+"""Request bodies of chat completions and completions: their fields and limits, and which tools an answer may or must
+call. Pure: knows no model and no tokenizer.
 
 Unknown fields are ignored. A known field whose value cannot be honoured is an error that names the field and its limit;
 nothing is silently dropped.
-
-Which tools an answer may or must call: tool_choice, parallel_tool_calls and the tools' own strictness. Pure.
 """
 
 import re

@@ -1,6 +1,5 @@
-"""A body's prompt as token ids: chat template, tokenizer, image placeholders. Pure.
-
-Chat messages as chat templates expect them, and the images that they name.
+"""A body's prompt as token ids: messages as chat templates expect them, the template, the tokenizer, placeholders of
+images. Pure.
 """
 
 import json

@@ -1,6 +1,7 @@
 """From the body of a response, and what it continues, to a request. Pure but for random numbers.
 
-Compaction: the model summarises a conversation, and the summary stands for all but the user's messages. Pure.
+Compaction is a request, too: the model summarises a conversation, and the summary stands for all but the user's
+messages.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Features that do not work together, or not in this release.
+"""Features that do not work together, or not in this release; the KV cache, its memory and its handoff.
 
 Do blocks, attention windows and events of the KV cache match the model and the router, does all of it fit into the
 GPU's memory, and can prefill hand off its KV cache to decode without a deadlock?

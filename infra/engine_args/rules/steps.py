@@ -1,10 +1,9 @@
-"""Does something delay steps or tokens: eviction, the scheduler, kernel launches, output?
+"""Does something delay steps or tokens: eviction, the scheduler, kernel launches, output, the length of drafts?
 
-The best draft length for speculative decoding, given the share of draft tokens that is accepted.
-
-Source: Leviathan et al., "Fast inference from transformers via speculative decoding", arXiv:2211.17192: if each token
-is accepted with probability a, a draft of k tokens yields (1 - a^(k+1)) / (1 - a) tokens per step, and a step costs
-1 + k c, c being the cost of one draft token relative to one step of the target.
+The best draft length follows from the share of draft tokens that is accepted. Source: Leviathan et al., "Fast inference
+from transformers via speculative decoding", arXiv:2211.17192: if each token is accepted with probability a, a draft of
+k tokens yields (1 - a^(k+1)) / (1 - a) tokens per step, and a step costs 1 + k c, c being the cost of one draft token
+relative to one step of the target.
 """
 
 from penstock.infra.engine_args.rules.rule import Context, Details, error, longest_prompt, rule, up, warning

@@ -1,6 +1,6 @@
 """Advice on a file of engine arguments, or on a set: findings and a memory estimate, as values and as text.
 
-Arguments that must agree between engines that hand off KV to each other or serve one model together.
+In a set, arguments must agree between engines that hand off KV to each other or serve one model together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

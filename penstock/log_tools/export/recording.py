@@ -1,9 +1,8 @@
-"""Recorded requests with their results, times and workers: a fold of the log. Pure.
-
-The images of recorded requests: writes them to an export, and copies them to the deployment of a replay.
+"""Recorded requests with their results, times and workers (a fold of the log, pure), and their images.
 
 Requests name images by digest; their bytes are objects of the media bucket, which keeps them for about two hours. In an
-export they are messages of the stream ``MEDIA``: the chunks of each object, then its entry.
+export they are messages of the stream ``MEDIA``: the chunks of each object, then its entry. A replay copies them to its
+deployment.
 """
 
 from array import array

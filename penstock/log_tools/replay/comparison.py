@@ -1,6 +1,5 @@
-"""Compares a recorded request with its replay. Pure.
-
-Turns a recorded request into a new one: another id, changed settings, another deployment. Pure.
+"""Turns a recorded request into a new one (another id, changed settings, another deployment), and compares it with its
+replay. Pure.
 """
 
 from array import array

@@ -1,6 +1,6 @@
 """``penstock inspect ID``: everything that happened to a request, and why.
 
-An inspection on a terminal: a summary, a waterfall of the phases, and the events. Readable without colour.
+On a terminal it shows a summary, a waterfall of the phases, and the events. It is readable without colour.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """``penstock requests``: lists the requests of a deployment, which may be running or stopped.
 
-Formats a list of requests as lines of text, as wide as the terminal; 100,000 take a second. Pure.
+Lines are as wide as the terminal; formatting 100,000 takes a second.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """Exports as files: plain or gzip by their suffix, "-" for standard input and output.
 
-Requests that an export has once, as messages of REQUESTS, to which its jobs and records refer by their sequence.
-
+An export has each request once, as a message of REQUESTS; its jobs and records refer to it by the message's sequence.
 Writers know which messages of REQUESTS the file gets, readers keep those that they have read.
 """
 

@@ -1,10 +1,8 @@
 """From the streams to an exporter: reads requests that have ended, makes spans, sends them, stores its position.
 
-The log is the queue. While the collector is away nothing is read ahead, so memory is bounded and no request waits;
-a batch that could not be sent for ``export_timeout_s`` is dropped and counted. Sent twice, after a restart, spans have
-the same ids.
-
-Where an export of traces begins, and where it stopped: a position in the log, kept in a bucket.
+The log is the queue. While the collector is away nothing is read ahead, so memory is bounded and no request waits; a
+batch that could not be sent for ``export_timeout_s`` is dropped and counted. The position in the log is kept in a
+bucket. Spans that are sent twice, after a restart, have the same ids.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
-"""The text of job scripts: what they ask Slurm for, the settings of their point, and ``job.sh``. Pure.
-
-``penstock slurm layout``: within a job, on which nodes and GPUs its workers run.
+"""The text of job scripts (what they ask Slurm for, the settings of their point, ``job.sh``; pure), and ``penstock
+slurm layout``: within a job, on which nodes and GPUs its workers run.
 """
 
 import math

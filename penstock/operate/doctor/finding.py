@@ -1,6 +1,5 @@
-"""The finding of a check.
-
-Checks of the certificates that gateways and the broker show: their dates, now and in the next days.
+"""The findings of checks, and the checks of certificates that gateways and the broker show: their dates, now and in the
+next days.
 """
 
 import enum

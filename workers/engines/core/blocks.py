@@ -7,11 +7,10 @@ rely on that. Three rules ensure it. A sequence frees its last block first, so t
 parents. While it runs, it names only blocks whose ancestors it holds itself. A copy without a holder gives its name to
 a copy that has one.
 
-KV blocks in host memory: blocks evicted from the device's prefix cache keep their names there. Pure: plans copies.
-
-A block that is evicted from the device is saved to a slot of the host's pool, and loaded into another block when a
-prompt needs it again. Copies are made before the next step computes, saves first, so that a block may be saved, loaded
-and written in one step. Behind host memory there may be files, to which slots are copied and from which they are filled
+Blocks evicted from the device's prefix cache may keep their names in host memory (``HostCache``, which plans copies). A
+block that is evicted from the device is saved to a slot of the host's pool, and loaded into another block when a prompt
+needs it again. Copies are made before the next step computes, saves first, so that a block may be saved, loaded and
+written in one step. Behind host memory there may be files, to which slots are copied and from which they are filled
 again before a sequence starts.
 """
 

@@ -1,6 +1,5 @@
-"""Accepts proposed tokens, and counts them. Pure.
-
-Proposes what followed the latest occurrence of a sequence's last n-gram, in its prompt or output. Pure.
+"""Proposes what followed the latest occurrence of a sequence's last n-gram, and accepts and counts proposed tokens.
+Pure.
 
 Prompt lookup decoding, as vLLM's method "ngram": the longest match of ``shortest`` to ``longest`` tokens wins.
 """

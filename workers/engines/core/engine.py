@@ -1,10 +1,9 @@
-"""The engine made of a scheduler and an executor: each step is planned, computed and committed.
+"""The engine made of a scheduler and an executor: each step is planned, computed and committed. Pure.
 
-Speculative decoding: proposed tokens are verified several at a time. Pure.
-
-The target computes the last token and ``n`` proposed ones in one step and draws a token behind each, exactly as it
-would have drawn them one by one: a draw depends on (seed, choice, position) and the logits only. Proposals are accepted
-as long as they equal the drawn tokens, so the output is that of the target alone, greedy and seeded.
+With speculative decoding, the target computes the last token and ``n`` proposed ones in one step and draws a token
+behind each, exactly as it would have drawn them one by one: a draw depends on (seed, choice, position) and the logits
+only. Proposals are accepted as long as they equal the drawn tokens, so the output is that of the target alone, greedy
+and seeded.
 """
 
 import time

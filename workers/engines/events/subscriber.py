@@ -1,11 +1,9 @@
 """Reads one publisher's KV events over ZMQ in a thread: in order, with gaps filled by replays.
 
-A loss that no replay can fill is reported (``lost``): nothing is then known of the publisher's blocks.
-
-Puts the numbered messages of one publisher in order: gaps are detected for a replay, repeats are dropped.
-
-Pure. A publisher numbers its messages 0, 1, 2, ... and keeps the latest of them for replay. Live messages arrive in
-order; some may be missing (the subscriber connected late, or a queue overflowed).
+A publisher numbers its messages 0, 1, 2, ... and keeps the latest of them for replay. Live messages arrive in order;
+some may be missing (the subscriber connected late, or a queue overflowed). ``EventReorderBuffer`` (pure) detects gaps
+and drops repeats. A loss that no replay can fill is reported (``lost``): nothing is then known of the publisher's
+blocks.
 """
 
 import contextlib

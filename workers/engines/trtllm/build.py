@@ -1,14 +1,12 @@
 """From settings to a running TensorRT-LLM engine: arguments, checks, construction and one warm-up request.
 
-How this process was launched among the ranks of one engine. Pure: the environment is an argument.
+Under MPI or Slurm, every rank runs the same command (``launch_of``; pure). TensorRT-LLM's launcher runs our worker on
+the first rank only and makes the others its compute processes. Without it, each rank would register a worker of its own
+and wait for the others.
 
-Under MPI or Slurm, every rank runs the same command. TensorRT-LLM's launcher runs our worker on the first rank only and
-makes the others its compute processes. Without it, each rank would register a worker of its own and wait for the
-others.
-
-Releases differ, and so do their samplers: TorchSampler of 1.2 reads temperature, top_k and top_p, and drops the others
-in silence. No signature says so. Each question therefore biases two tokens far above all others, or flattens the
-distribution, so that the answer shows whether the option counts, whatever the model.
+Releases differ, and so do their samplers: TorchSampler of 1.2 reads temperature, top_k and top_p, and silently drops
+the others. No signature says so. So a started engine is asked (``find``): each question biases two tokens far above all
+others, or flattens the distribution, so that the answer shows whether the option counts, whatever the model.
 """
 
 import contextlib

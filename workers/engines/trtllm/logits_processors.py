@@ -1,12 +1,11 @@
-"""The same processors for TensorRT-LLM: ``SamplingParams.logits_processor``, as releases 1.x call it.
+"""Our logits processors, and constraints, for TensorRT-LLM: ``SamplingParams.logits_processor``, as releases 1.x call
+it.
 
 Does not import TensorRT-LLM. Instances are pickled into the engine's processes, which log errors once per kind and
 request; nothing there waits for the device.
 
-A constraint as a logits processor of TensorRT-LLM, for outputs that another worker began.
-
-TensorRT-LLM's own guided decoding begins each request at the beginning of its grammar, and those tokens are part of the
-prompt here. This follows them first. It runs in the engine's processes and is pickled on its way there.
+TensorRT-LLM's own guided decoding begins each request at the beginning of its grammar. Where another worker began the
+output, those tokens are part of the prompt here, so ``ConstraintProcessor`` follows them first.
 """
 
 import contextlib

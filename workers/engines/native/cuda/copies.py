@@ -1,6 +1,6 @@
-"""Copies the tokens of launched steps to the host, and says how far a step has come.
+"""Copies between host and device without waiting: lists of integers to it, and the tokens of launched steps from it.
 
-Copies many short lists of integers to the device at once, without waiting.
+Also says how far a step has come.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Packs a planned step into the rows of one batch: decode rows first, then chunks of prompts.
 
-Which chunks of prompts are attended to outside of the pages, how they are padded, and which together. No torch.
-
-Assigns sequences rows of the block tables on the device, and tracks which blocks the device has. No torch.
+Decides which chunks of prompts are attended to outside of the pages, how they are padded, and which together; assigns
+sequences rows of the block tables on the device, and tracks which blocks the device has.
 """
 
 from array import array

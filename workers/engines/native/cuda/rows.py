@@ -1,8 +1,8 @@
-"""Kernels over rows: RMS norms, gated activations, products of a single row, token ids of a step, sampling.
+"""Kernels over rows: RMS norms, gated activations, products, token ids of a step, sampling.
 
-Matrix products whose rows do not depend on the number of rows. Libraries choose their kernels by that number.
-
-Every sum runs over the inner dimension in the same order, in steps of the tensor cores, and is never split.
+A product of a single row has a kernel of its own. ``invariant_product`` is one whose rows do not depend on the number
+of rows, by which libraries choose their kernels: every sum runs over the inner dimension in the same order, in steps of
+the tensor cores, and is never split.
 """
 
 from typing import NamedTuple

@@ -1,13 +1,12 @@
-"""Loads a model through transformers, and checks that its attention can be paged.
+"""Loads a model through transformers, and checks that its checkpoint is whole and that its attention can be paged.
 
-The shape of the KV cache is not read from the configuration: a forward pass over one token records how each layer
-calls the registered attention function. Then ``verify`` compares logits with transformers' own attention, because a
-model that does more around its attention than the interface passes on would give wrong output without an error.
+transformers fills what is missing in a checkpoint with random numbers, and only logs it. An index decides which file
+has a tensor. A tensor that is not there, or in another file too, is a sign of a download that was cut off or of two
+versions in one directory: workers of one revision would answer differently.
 
-Whether a checkpoint is whole: transformers fills what is missing with random numbers, and only logs it.
-
-An index decides which file has a tensor. A tensor that is not there, or in another file too, is a sign of a download
-that was cut off or of two versions in one directory: workers of one revision would answer differently.
+The shape of the KV cache is not read from the configuration: a forward pass over one token records how each layer calls
+the registered attention function. Then ``verify`` compares logits with transformers' own attention, because a model
+that does more around its attention than the interface passes on would give wrong output without an error.
 """
 
 import inspect
@@ -88,7 +87,7 @@ def consolidated(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights of a folder in Mistral's own format, under the names and in the order of transformers'.
 
     Args:
-        config: of ``mistral_format.configuration``, of a folder without ``problem``.
+        config: as ``written`` returns it, of a folder that ``servable.problem`` admits.
     Returns: most of them are read from their files only when they are used.
     Raises:
         UnsupportedModel: a tensor is missing, unknown, of another size, or there twice.

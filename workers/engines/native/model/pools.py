@@ -1,6 +1,5 @@
-"""Sizes and allocates the KV pools of an engine.
-
-The KV of models with sliding windows: two pools, so that blocks behind a window are freed.
+"""Sizes and allocates the KV pools of an engine. Models with sliding windows have two, so that blocks behind a window
+are freed.
 """
 
 from collections.abc import Sequence as Seq

@@ -1,13 +1,12 @@
-"""Weights as 8-bit floats: half the memory of bfloat16, and twice the rate of products where the device has them.
+"""Quantised weights: 8-bit floats, which are made here, and the 4 bits of GPT-OSS's experts, which checkpoints store.
 
-Each output row of a weight has a scale of its own. On a GPU with fp8 products, activations are scaled per token while
-the model runs (``torch._scaled_mm``); elsewhere the weight is widened for each product, which saves memory only.
-Experts' weights are widened for each product everywhere: few rows share an expert, so reading them takes the time.
+8-bit floats take half the memory of bfloat16, with twice the rate of products where the device has them. Each output
+row of a weight has a scale of its own. On a GPU with fp8 products, activations are scaled per token while the model
+runs (``torch._scaled_mm``); elsewhere the weight is widened for each product, which saves memory only. Experts' weights
+are widened for each product everywhere: few rows share an expert, so reading them takes the time.
 
-Experts of GPT-OSS with weights of 4 bits, as checkpoints store them: a fourth of the memory of bfloat16.
-
-32 values of a row share a power of two (OCP Microscaling Formats, MXFP4). Without this, transformers widens all of them
-when it loads a checkpoint, unless it can download kernels.
+4 bits take a quarter: 32 values of a row share a power of two (OCP Microscaling Formats, MXFP4). Without this,
+transformers widens all of them when it loads a checkpoint, unless it can download kernels.
 """
 
 import copy
