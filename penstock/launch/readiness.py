@@ -84,7 +84,7 @@ def base_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
-_SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 async def metrics(process: Running) -> dict[str, float]:
@@ -93,7 +93,7 @@ async def metrics(process: Running) -> dict[str, float]:
     status, body = await get(parts.hostname or "", parts.port or 80, parts.path)
     values: dict[str, float] = defaultdict(float)
     if status == 200:
-        for name, value in _SAMPLE.findall(body.decode(errors="replace")):
+        for name, value in SAMPLE.findall(body.decode(errors="replace")):
             values[name] += float(value)
     return dict(values)
 

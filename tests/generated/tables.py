@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory, estimate
-from penstock.infra.engine_args.rules.check import RULES
+from penstock.infra.engine_args.rules import RULES
 from penstock.infra.nats_server.permissions import (
     AUDITED,
     BROKER_ROLES,

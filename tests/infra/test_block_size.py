@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules import check
 from penstock.infra.engine_args.rules.rule import Context
 from penstock.infra.engine_args.tree import decode
 from penstock.schemas.block_hashes import chain

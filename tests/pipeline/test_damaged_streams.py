@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.log_tools.sources.log_copy import STREAMS_DIR
+from penstock.log_tools.sources.data_folder import STREAMS_DIR
 from penstock.log_tools.sources.store_files import Place, records
 from penstock.operate.doctor.broker import check_stored_messages
 from penstock.operate.doctor.finding import CheckStatus

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.infra.engine_args import memory_estimate
 from penstock.infra.engine_args.memory_estimate import GIB, GpuMemory
-from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules import check
 from penstock.infra.engine_args.rules.rule import Context, EngineRole, Finding, Level, up
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.launch.recipes.catalogue import Recipe

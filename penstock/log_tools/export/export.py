@@ -20,9 +20,8 @@ from penstock.log_tools.export.recording import Exported, export_media, media_of
 from penstock.log_tools.export.redaction import VOCABULARY, Redactor
 from penstock.log_tools.requests.find_requests import of_entry
 from penstock.log_tools.sources import log_line
-from penstock.log_tools.sources.data_folder import StoredLog
+from penstock.log_tools.sources.data_folder import MEDIA, StoredLog
 from penstock.log_tools.sources.export_file import STDIO, WrittenRequests, writing
-from penstock.log_tools.sources.log_copy import MEDIA
 from penstock.log_tools.sources.log_line import LogLine, Selection
 from penstock.log_tools.sources.open_log import (
     CellSource,

@@ -17,8 +17,8 @@ from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.nats_server.apply_streams import create_streams, stream_configs
 from penstock.infra.nats_server.datadir import Lock
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
+from penstock.log_tools.sources.data_folder import STREAMS_DIR, stream_name
 from penstock.log_tools.sources.export_file import ExportFile, open_export
-from penstock.log_tools.sources.log_copy import STREAMS_DIR, stream_name
 from penstock.log_tools.sources.log_line import BadLine
 from penstock.log_tools.sources.open_log import CONNECT_S, FAILURES
 from penstock.log_tools.sources.restore import RESTORED, prefix, restore

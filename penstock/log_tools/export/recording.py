@@ -16,7 +16,7 @@ from blake3 import blake3
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time
-from penstock.log_tools.sources.log_copy import MEDIA
+from penstock.log_tools.sources.data_folder import MEDIA
 from penstock.log_tools.sources.log_line import LogLine
 from penstock.schemas import done, jobs, requests, tokens
 from penstock.schemas.done import Done

@@ -17,8 +17,8 @@ from penstock.log_tools.replay.comparison import parse_changes
 from penstock.log_tools.replay.http import replay_over_http, unsupported
 from penstock.log_tools.replay.nats import REPLAYS, collect, replay_over_nats
 from penstock.log_tools.replay.report import ReplayReport, make_report, show, with_texts
+from penstock.log_tools.sources.data_folder import MEDIA
 from penstock.log_tools.sources.export_file import write_json
-from penstock.log_tools.sources.log_copy import MEDIA
 from penstock.log_tools.sources.log_line import STREAMS
 from penstock.log_tools.sources.open_log import CellSource, LogSource, add_flags, open_log, run_command
 from penstock.log_tools.timeline.read import whole_ids

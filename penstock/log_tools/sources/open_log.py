@@ -20,8 +20,14 @@ from penstock.infra.bus.direct_get import LogFiles, Readable
 from penstock.infra.nats_server.binary import NoServerBinary, ServerFailed
 from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, Lock, holder
 from penstock.launch.state import DeploymentState, read_state
-from penstock.log_tools.sources.data_folder import StoredLog
-from penstock.log_tools.sources.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces, stream_name
+from penstock.log_tools.sources.data_folder import (
+    STREAMS_DIR,
+    CopyFailed,
+    StoredLog,
+    copy_streams,
+    namespaces,
+    stream_name,
+)
 from penstock.log_tools.sources.store_files import (
     UnreadableFiles,
     can_verify_much,

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from penstock.infra.nats_server.apply_streams import stream_configs
+from penstock.log_tools.sources.data_folder import MEDIA, STREAMS_DIR, stream_name
 from penstock.log_tools.sources.export_file import ExportFile
-from penstock.log_tools.sources.log_copy import MEDIA, STREAMS_DIR, stream_name
 from penstock.log_tools.sources.log_line import STREAMS, BadLine
 from penstock.log_tools.sources.store_files import StreamFiles
 from penstock.schemas.streams import topology

@@ -15,7 +15,7 @@ All numbers are little-endian. What a block begins with is read from its first r
 blocks are walked once for tombstones.
 
 ``known_form`` says whether a server's version is one whose files were tested. Files of others are read by a broker,
-from a copy (``log_copy``), and none are written for them.
+from a copy (``data_folder``), and none are written for them.
 """
 
 import hashlib

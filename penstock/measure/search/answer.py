@@ -15,8 +15,7 @@ from penstock.infra.engine_args.tree import BadArguments
 from penstock.launch.groups import EXTERNAL
 from penstock.launch.plan import passed
 from penstock.launch.recipes.catalogue import GPUS, RecipeEntry, entry_of
-from penstock.launch.recipes.engine_args import EngineSpec
-from penstock.launch.recipes.generate import texts_of
+from penstock.launch.recipes.generate import EngineSpec, texts_of
 from penstock.measure.profile.roofline import RooflineEngine
 from penstock.measure.search.candidates import PoolSize, SizedDeployment, Sla
 from penstock.schemas.plans import Role

@@ -13,11 +13,11 @@ import yaml
 from penstock.configs.flags import BadFlags, read
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.engine_args.memory_estimate import GIB, Shape, UnknownShape
-from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules import check
 from penstock.infra.engine_args.rules.rule import up
 from penstock.infra.engine_args.tree import BadArguments, Tree, decode, merge
 from penstock.launch.recipes.catalogue import GPUS
-from penstock.launch.recipes.engine_args import BLOCK, EngineSpec, context_of, generate, sizes
+from penstock.launch.recipes.generate import BLOCK, EngineSpec, engine_context, generate, sizes
 from penstock.measure.slurm.sweep_file import BadSweep, Flags, Role, SweepFile, SweepPoint, argv_of, tree_over
 from penstock.measure.sweep.sweep_command import SweepSettings
 from penstock.measure.sweep.workload import levels_of, workload_of
@@ -320,7 +320,7 @@ def _generated(
             tree["cuda_graph_config"] = {"enable_padding": True, "batch_sizes": sizes(point.batch)}
             if not point.tokens:  # a step has a token, and those drafted, of each sequence
                 tree["max_num_tokens"] = max(tree["max_num_tokens"], up(point.batch * (1 + point.mtp), BLOCK))
-        findings = check(decode(tree), context_of(size, spec))
+        findings = check(decode(tree), engine_context(size, spec))
     except UnknownShape as error:
         raise BadSweep(f"model: {error}; or give the points engine-args") from None
     except BadArguments as error:

@@ -19,7 +19,7 @@ from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.nats_server.apply_streams import changed_by, check, stream_configs, widened
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, request
 from penstock.infra.nats_server.retention import StreamUse, uses
-from penstock.log_tools.sources.log_copy import STREAMS_DIR
+from penstock.log_tools.sources.data_folder import STREAMS_DIR
 from penstock.log_tools.sources.store_files import Damage, can_verify_much, check_files
 from penstock.operate.doctor.finding import CheckResult, check_broker_certificate, ok, problem, skipped, warning
 from penstock.schemas.errors import ServingError

@@ -18,7 +18,7 @@ from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.nats_server.apply_streams import begins_too_late
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_info, request
 from penstock.infra.process.sockets import is_loopback
-from penstock.launch.readiness import _SAMPLE, get, get_url, metrics
+from penstock.launch.readiness import SAMPLE, get, get_url, metrics
 from penstock.launch.state import DeploymentState
 from penstock.operate.doctor.finding import (
     CheckResult,
@@ -209,7 +209,7 @@ async def find_keys(bus: Bus) -> Keys:
 
 def _values(page: bytes) -> dict[str, float]:
     """Samples of a metrics page by name; of several with one name, the last."""
-    return {name: float(value) for name, value in _SAMPLE.findall(page.decode(errors="replace"))}
+    return {name: float(value) for name, value in SAMPLE.findall(page.decode(errors="replace"))}
 
 
 def _connections(gateway: str, status: int, page: bytes) -> list[CheckResult]:

@@ -5,7 +5,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from penstock.log_tools.sources.log_copy import STREAMS_DIR
+from penstock.log_tools.sources.data_folder import STREAMS_DIR
 from penstock.log_tools.sources.store_files import records
 
 

@@ -11,7 +11,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules import check
 from penstock.infra.engine_args.rules.rule import Context, Finding
 from penstock.infra.engine_args.schema import EngineArgs
 from penstock.infra.engine_args.tree import AUTODEPLOY, BadArguments, Tree, decode, merge, section_keys, speculation_of

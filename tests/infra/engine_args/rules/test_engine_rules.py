@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.engine_args.memory_estimate import shape_of
-from penstock.infra.engine_args.rules.check import RULES, check
+from penstock.infra.engine_args.rules import RULES, check
 from penstock.infra.engine_args.rules.parallelism import moe_backend
 from penstock.infra.engine_args.rules.rule import Context, Finding
 from penstock.infra.engine_args.rules.steps import acceptance, best_length, speed_up

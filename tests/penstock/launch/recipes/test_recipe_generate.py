@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.engine_args.memory_estimate import GIB
-from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules import check
 from penstock.infra.engine_args.tree import BadArguments, decode
-from penstock.launch.recipes.catalogue import GPUS, known_shape, load, parse
-from penstock.launch.recipes.catalogue import context_of as context_of_recipe
-from penstock.launch.recipes.engine_args import EngineSpec, context_of, generate, sizes
-from penstock.launch.recipes.generate import PER_NODE, run_generate
+from penstock.launch.recipes.catalogue import GPUS, context_of, known_shape, load, parse
+from penstock.launch.recipes.generate import PER_NODE, EngineSpec, engine_context, generate, run_generate, sizes
 from penstock.launch.recipes.recipe_command import run_check
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -83,7 +81,7 @@ def test_what_is_made_has_no_errors_and_is_read_back_as_it_was_meant(asked: dict
         return  # in words: the table below
     args = decode(made.tree)
     assert args == made.args
-    found = check(args, context_of(shape, spec))
+    found = check(args, engine_context(shape, spec))
     assert [str(each) for each in found if each.level == "error"] == []
     assert args.gpus == spec.gpus
     assert (args.max_seq_len or 0) >= spec.isl + spec.osl
@@ -98,7 +96,7 @@ def test_what_is_made_has_no_errors_and_is_read_back_as_it_was_meant(asked: dict
 @pytest.mark.parametrize("name", sorted(name for name, recipe in load().items() if recipe.role != "encode"))
 def test_it_makes_something_for_every_load_that_a_recipe_is_for(name: str) -> None:
     recipe = load()[name]
-    context = context_of_recipe(recipe)
+    context = context_of(recipe)
     header, shape = recipe.header, context.shape
     assert header is not None
     assert shape is not None

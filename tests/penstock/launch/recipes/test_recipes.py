@@ -16,7 +16,7 @@ from penstock.configs.flags import parse as parse_flags
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.deploy.kubernetes import run_render
 from penstock.infra.engine_args.memory_estimate import GIB, estimate, kv_bytes
-from penstock.infra.engine_args.rules.check import check
+from penstock.infra.engine_args.rules import check
 from penstock.infra.engine_args.tree import BadArguments, parse_yaml
 from penstock.launch.recipes.advice import check_set
 from penstock.launch.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse, shape_at

@@ -19,8 +19,8 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.export import export, import_log
 from penstock.log_tools.requests import inspect, list_requests, tail
 from penstock.log_tools.sources import store_files
+from penstock.log_tools.sources.data_folder import STREAMS_DIR, CopyFailed
 from penstock.log_tools.sources.export_file import open_export
-from penstock.log_tools.sources.log_copy import STREAMS_DIR, CopyFailed
 from penstock.log_tools.sources.log_line import Selection
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.log_tools.timeline.read import read_timeline

@@ -14,7 +14,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.export import export, import_log
 from penstock.log_tools.export.recording import BUCKET, RecordedRun, move_media
-from penstock.log_tools.sources.log_copy import MEDIA
+from penstock.log_tools.sources.data_folder import MEDIA
 from penstock.log_tools.sources.log_line import STREAMS
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.schemas.errors import ServingError

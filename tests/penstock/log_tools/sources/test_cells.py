@@ -10,7 +10,7 @@ from penstock.configs.flags import Parser
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.state import CellState, DeploymentState, read_state, write_state
 from penstock.log_tools.export.export import output_of, parts_of
-from penstock.log_tools.sources.log_copy import STREAMS_DIR, CopyFailed
+from penstock.log_tools.sources.data_folder import STREAMS_DIR, CopyFailed
 from penstock.log_tools.sources.open_log import LogSource, add_flags, cells_for, cells_of, open_cells
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.requests import new_request_id

@@ -19,9 +19,9 @@ from penstock.infra.nats_server.binary import TESTED, dotted
 from penstock.infra.nats_server.datadir import DataDirUnusable, Lock
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests import inspect, leases
-from penstock.log_tools.sources import log_copy
+from penstock.log_tools.sources import data_folder
+from penstock.log_tools.sources.data_folder import STREAMS_DIR, CopyFailed, namespaces
 from penstock.log_tools.sources.highway_hash import highway_hash_64
-from penstock.log_tools.sources.log_copy import STREAMS_DIR, CopyFailed, namespaces
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.log_tools.traces.follow import Following, TracePosition
@@ -190,7 +190,7 @@ async def test_a_disk_without_room_for_the_copy_is_named(
 ) -> None:
     server = make_broker()
     await stored(server)
-    monkeypatch.setattr(log_copy, "_clone", lambda source, into: False)
+    monkeypatch.setattr(data_folder, "_clone", lambda source, into: False)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     with pytest.raises(CopyFailed, match="1 MiB free"):
         async with open_log(LogSource(server.data_dir), name="test"):

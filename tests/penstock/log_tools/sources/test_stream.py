@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, Readable, get, get_last, get_last_of, get_next, read, read_backwards
 from penstock.infra.nats_server.server import EmbeddedNats
-from penstock.log_tools.sources.data_folder import StoredLog
-from penstock.log_tools.sources.log_copy import STREAMS_DIR, CopyFailed
+from penstock.log_tools.sources.data_folder import STREAMS_DIR, CopyFailed, StoredLog
 from penstock.log_tools.sources.open_log import LogSource, open_log
 from penstock.log_tools.sources.store_files import (
     HEADER,

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.requests import inspect, list_requests
 from penstock.log_tools.sources import store_files
-from penstock.log_tools.sources.log_copy import STREAMS_DIR
+from penstock.log_tools.sources.data_folder import STREAMS_DIR
 from penstock.log_tools.sources.store_files import HAS_HEADERS, HEADER, StoredStream, damaged, key_of, records
 from penstock.operate.doctor.doctor_command import check_logs
 from penstock.schemas.requests import GenerateRequest

@@ -27,7 +27,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
 from penstock.launch.readiness import get
 from penstock.launch.state import DeploymentState, Running, write_state
-from penstock.log_tools.sources.log_copy import STREAMS_DIR
+from penstock.log_tools.sources.data_folder import STREAMS_DIR
 from penstock.log_tools.sources.open_log import LogSource
 from penstock.operate.doctor import finding as certificates
 from penstock.operate.doctor import fleet as fleet_checks
