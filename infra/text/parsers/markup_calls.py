@@ -14,7 +14,7 @@ import msgspec
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import CallFormat
 from penstock.infra.text.parsers.json_calls import one_call
-from penstock.infra.text.parsers.json_text import encode
+from penstock.infra.text.parsers.json_text import ControlsEscaped, encode, value
 from penstock.infra.text.parsers.reader import (
     TOKEN,
     EmptySection,
@@ -109,6 +109,13 @@ class _Markup:
         if not tag.empty:
             yield from reader.space()
             mark = yield from reader.literal(*self._values.following)
+            if not mark and self._call_tag.closed and reader.peek() == "{":  # all arguments as one object
+                deltas.begin_call(name)
+                reader.commit()
+                if (yield from value(reader, ControlsEscaped(deltas.arguments))):
+                    mark = yield from read_closing(reader, deltas, self._end, self._close)
+                    end_call(reader, deltas)
+                return mark
             if mark == self._key_begin:
                 key = yield from self._key_tag.read(reader)
             if not mark or (mark == self._key_begin and (key is None or not key.name)):
@@ -358,10 +365,10 @@ def _nested(text: str, opening: str, deltas: DeltaBuilder) -> Any:
 
 def _built(children: list[tuple[str, Any]]) -> Any:
     if children and all(name == "item" for name, _ in children):
-        return [value for _, value in children]
+        return [each for _, each in children]
     made: dict[str, list[Any]] = {}
-    for name, value in children:
-        made.setdefault(name, []).append(value)
+    for name, each in children:
+        made.setdefault(name, []).append(each)
     return {name: values[0] if len(values) == 1 else values for name, values in made.items()}
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.infra.text.parsers.delta_builder import DeltaBuilder
 from penstock.infra.text.parsers.families import CallFormat
-from penstock.infra.text.parsers.json_calls import listed_calls
+from penstock.infra.text.parsers.json_calls import listed_calls, one_call
 from penstock.infra.text.parsers.json_text import PYTHON, Nesting, encode
 from penstock.infra.text.parsers.reader import EmptySection, MalformedCall, Markers, Marks, Reader, Steps
 from penstock.infra.text.parsers.tool_formats import (
@@ -228,15 +228,19 @@ def _literal(node: ast.expr | None) -> Any:
 
 
 def pythonic_calls(form: CallFormat, marks: Marks) -> CallReader:
-    """A reader of the calls of a row, with the marks of one vocabulary. In a list, calls may also be JSON objects."""
+    """A reader of the calls of a row, with the marks of one vocabulary. JSON is read in a list or between marks."""
     close = marks.within(form.section[1].strip())
     separators = (",", "]") if form.list else tuple(filter(None, (close, ",", ";")))
-    objects = listed_calls(form)
+    objects, one_object = listed_calls(form), one_call(form)
 
     def calls(reader: Reader, deltas: DeltaBuilder, offered: Offered, opener: str) -> Steps[None]:
         yield from reader.space()
         if opener and close and (yield from reader.literal(close)):
             raise EmptySection
+        if opener and close and (yield from reader.literal("{")):
+            yield from one_object(reader, deltas)
+            yield from read_closing(reader, deltas, close)
+            return
         if form.list:
             if not (yield from reader.literal("[")):
                 raise MalformedCall
