@@ -328,6 +328,8 @@ def _kimi_head(text: str, index: int, names: frozenset[str]) -> tuple[str, str]:
     given = text.strip()
     if found := _KIMI_ID.fullmatch(given):
         return found[1], given
+    if given.isdigit() and len(names) == 1:  # the number alone
+        return (name := next(iter(names))), f"functions.{name}:{index}"
     for bare in (given, given.removeprefix("functions.").removeprefix("functions_"), given.removeprefix("functions")):
         for name in (bare, _KIMI_NUMBER.sub("", bare)):
             if name in names:

@@ -177,6 +177,8 @@ LLAMA = [
          None, calls=(("at", '{"month":7,"parts":[7,0,0.5,100000.0],"text":"07 \\u0000"}'),)),
     Case("", "lfm2", "<|tool_call_start|>[label(tags={'a', 'b'})]<|tool_call_end|>", None,
          calls=(("label", '{"tags":["a","b"]}'),)),
+    Case("", "lfm2", f'Hm. <|tool_call_start|>{{"name": "a", "arguments": {WEATHER}}}<|tool_call_end|>', "Hm.",
+         calls=(("a", WEATHER),)),
 ]  # fmt: skip
 
 _V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -235,6 +237,9 @@ KIMI = [
          "See.<|tool_call_section_begin|><|tool_call_begin|>functions.w:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
          "<|tool_call_section_end|>", "See.", calls=(("w", "{}"),)),
     Case("", "kimi_k2", "<|tool_calls_section_begin|> none", "<|tool_calls_section_begin|> none"),
+    Case("", "kimi_k2", "So.<|tool_call_end|><|tool_calls_section_end|>", "So."),
+    Case("", "kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>0<|tool_call_argument_begin|>{}"
+         "<|tool_call_end|><|tool_calls_section_end|>", None, calls=(("w", "{}"),), options={"functions": ("w",)}),
 ]  # fmt: skip
 
 MARKUP = [
@@ -334,6 +339,12 @@ VARIANTS = [
     Case("", "qwen3_coder", '<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n'
          "<tool_call>\n<function=b>\n</function>\n</tool_call>", None, calls=(("a", '{"x": 1}'), ("b", "{}"))),
     Case("", "qwen3_coder", "<tool_call>\n{x}\n</tool_call>", "<tool_call>\n{x}\n</tool_call>"),
+    Case("", "qwen3_coder", f"<tool_call>\n<function=a>\n{WEATHER}\n</function>\n</tool_call>", None,
+         calls=(("a", WEATHER),)),
+    Case("", "deepseek_v32",
+         f'<｜DSML｜function_calls>\n  <｜DSML｜invoke name="a">\n  {WEATHER}\n  </｜DSML｜invoke>\n'
+         f'<｜DSML｜invoke name="b">{TIME}</｜DSML｜invoke>\n</｜DSML｜function_calls>', None,
+         calls=(("a", WEATHER), ("b", TIME))),
     Case("", "glm47", '<tool_call>{"name": "a", "arguments": {}}</tool_call>So.', "So.", calls=(("a", "{}"),)),
     Case("", "k2_horizon", '<ifm|tool_calls><ifm|tool_call>{"name": "a", "arguments": {}}</ifm|tool_call>\n'
          "<ifm|tool_call>b<ifm|arg_key>x"
