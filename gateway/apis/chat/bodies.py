@@ -35,6 +35,13 @@ class ToolChoice(NamedTuple):
     restricts: bool = False
 
 
+def plain_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """Mistral's name for "required", and Cursor's ``{"type": "auto"}``, as OpenAI has them."""
+    if isinstance(given, dict) and given.get("type") in (AUTO, NONE, REQUIRED, "any"):
+        given = str(given["type"])
+    return REQUIRED if given == "any" else given
+
+
 def resolve_tool_choice(
     given: str | dict[str, Any] | None, functions: Sequence[dict[str, Any]] | None, parallel: bool | None
 ) -> ToolChoice:
@@ -64,7 +71,8 @@ def resolve_tool_choice(
             raise invalid("tool_choice", "tool_choice.allowed_tools needs a mode ('auto' or 'required') and tools")
         mode, chosen = inner["mode"], _named(listed, tools)
     else:
-        raise unsupported("tool_choice", f"tool_choice {str(choice)[:60]!r} is not supported; use {CHOICES}")
+        shown = choice if isinstance(choice, str) else msgspec.json.encode(choice).decode()
+        raise unsupported("tool_choice", f"tool_choice {shown[:60]!r} is not supported; use {CHOICES}")
     if not chosen:
         raise invalid("tool_choice", "tool_choice requires a call, and the request has no tools")
     return ToolChoice(chosen, must=mode == REQUIRED, one=one, restricts=True)
@@ -239,7 +247,8 @@ class MediaUrl(Struct, frozen=True):
 class ContentPart(Struct, frozen=True):
     """``type``: "text", "image_url", "input_image", "image_embeds" or "video_url".
 
-    "input_text", "output_text" and "refusal", types of OpenAI's other APIs, are accepted as text.
+    "input_text", "output_text" and "refusal", types of OpenAI's other APIs, are accepted as text. In an assistant's
+    message "thinking" (a text, or parts with one) and "reasoning" are its reasoning.
     """
 
     type: str
@@ -248,6 +257,7 @@ class ContentPart(Struct, frozen=True):
     image_url: MediaUrl | str | None = None
     image_embeds: MediaUrl | str | None = None
     video_url: MediaUrl | str | None = None
+    thinking: Any = None
 
 
 class FunctionCall(Struct, frozen=True):
@@ -278,6 +288,36 @@ class ChatMessage(Struct, frozen=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    reasoning_details: Annotated[list[dict[str, Any]] | None, Meta(description="as OpenRouter returns reasoning")] = (
+        None
+    )
+    thinking_blocks: Annotated[list[dict[str, Any]] | None, Meta(description="as LiteLLM returns reasoning")] = None
+
+
+_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # types of parts
+
+
+def _with_reasoning(message: ChatMessage) -> ChatMessage:
+    """An assistant's message whose reasoning, which clients return in several forms, is ``reasoning_content``."""
+    content, thoughts = message.content, []
+    if isinstance(content, list) and any(part.type in _THOUGHTS for part in content):
+        thoughts = [_thought(part.thinking) or part.text for part in content if part.type in _THOUGHTS]
+        content = [part for part in content if part.type not in _THOUGHTS] or None
+    for block in (*(message.reasoning_details or ()), *(message.thinking_blocks or ())) if not thoughts else ():
+        thoughts.append(next((found for key in _TEXT_KEYS if (found := _thought(block.get(key)))), ""))
+    given = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    text = "".join(filter(None, thoughts)) or None
+    return msgspec.structs.replace(message, content=content, reasoning_content=text if given is None else given)
+
+
+_TEXT_KEYS = ("text", "summary", "thinking")  # of reasoning_details and thinking_blocks
+
+
+def _thought(value: Any) -> str:
+    """A text, or the texts of parts."""
+    if isinstance(value, list):
+        return "".join(_thought(part.get("text")) for part in value if isinstance(part, dict))
+    return value if isinstance(value, str) else ""
 
 
 class ThinkingSwitch(Struct, frozen=True):
@@ -299,6 +339,32 @@ def thinking_variables(switch: ThinkingSwitch | None) -> dict[str, Any] | None:
 NO_THINKING = ThinkingSwitch("disabled")
 
 
+class ReasoningOptions(Struct, frozen=True):
+    """OpenRouter's. ``effort`` is ``reasoning_effort``; ``exclude``: the reasoning is left out of the answer."""
+
+    effort: Annotated[str, Meta(pattern=_WORD)] | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
+def _with_thinking(body: "ChatCompletionRequest") -> "ChatCompletionRequest":
+    """OpenRouter's ``reasoning`` and Ollama's ``think`` as the options that mean the same, which win."""
+    given = body.reasoning if body.reasoning is not None else body.think
+    if isinstance(given, str):
+        given = ReasoningOptions(given)
+    elif isinstance(given, bool) or given is None:
+        given = ReasoningOptions(enabled=given)
+    switch = body.thinking
+    if switch is None and given.enabled is not None:
+        switch = ThinkingSwitch("enabled") if given.enabled else NO_THINKING
+    return msgspec.structs.replace(
+        body,
+        reasoning_effort=body.reasoning_effort or given.effort,
+        thinking=switch,
+        include_reasoning=False if body.include_reasoning is None and given.exclude else body.include_reasoning,
+    )
+
+
 class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -315,6 +381,10 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
         Annotated[str, Meta(pattern=_WORD, description="passed to the chat template; none: do not think")] | None
     ) = None
     thinking: ThinkingSwitch | None = None
+    reasoning: Annotated[ReasoningOptions | bool | None, Meta(description="as OpenRouter takes it")] = None
+    think: Annotated[str, Meta(pattern=_WORD, description="as Ollama takes it: whether, or how much")] | bool | None = (
+        None
+    )
     include_reasoning: Annotated[bool, Meta(description="false: leave the reasoning out of the answer")] | None = None
     separate_reasoning: (
         Annotated[bool, Meta(description="false: reasoning is part of the content, with its marks")] | None
@@ -387,8 +457,22 @@ def parse_chat(data: bytes) -> ChatCompletionRequest:
         ServingError: invalid_request or unsupported, with the field.
     """
     body: ChatCompletionRequest = decode_body(_decode_chat, data)
+    if body.reasoning is not None or body.think is not None:
+        body = _with_thinking(body)
+    if (choice := plain_choice(body.tool_choice)) is not body.tool_choice:
+        body = msgspec.structs.replace(body, tool_choice=choice)
+    if any(map(_may_reason, body.messages)):
+        messages = [_with_reasoning(each) if _may_reason(each) else each for each in body.messages]
+        body = msgspec.structs.replace(body, messages=messages)
     check_chat(body)
     return body
+
+
+def _may_reason(message: ChatMessage) -> bool:
+    """Whether a message may have reasoning outside the fields for it."""
+    if message.role != "assistant":
+        return False
+    return isinstance(message.content, list) or bool(message.reasoning_details or message.thinking_blocks)
 
 
 def check_chat(body: ChatCompletionRequest) -> None:

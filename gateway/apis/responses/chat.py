@@ -17,6 +17,7 @@ from penstock.gateway.apis.chat.bodies import (
     SchemaFormat,
     ToolCall,
     TranslatedChat,
+    plain_choice,
     shared_options,
 )
 from penstock.gateway.apis.responses.bodies import (
@@ -360,7 +361,7 @@ def _tool_choice(given: str | dict[str, Any] | None, names: ToolNames) -> str | 
         return {"type": "function", "function": {"name": name}}
     if isinstance(given, dict) and given.get("type") == "allowed_tools":
         return {"type": "allowed_tools", "allowed_tools": {key: given.get(key) for key in ("mode", "tools")}}
-    return given
+    return plain_choice(given)
 
 
 def _format(body: ResponsesRequest) -> ResponseFormat | None:

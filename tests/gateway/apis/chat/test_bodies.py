@@ -368,3 +368,53 @@ def test_images_are_collected_in_their_order_and_text_between_them_is_kept() -> 
         MediaPart("messages[0].content[4].image_url", "c"),
         MediaPart("messages[2].content[1].image_embeds", "d", embedding=True),
     ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "H"}, {"type": "text", "text": "m."}]},
+                     {"type": "text", "text": "Yes."}]},
+        {"content": [{"type": "reasoning", "text": "Hm."}, {"type": "redacted_thinking", "data": "x"},
+                     {"type": "text", "text": "Yes."}]},
+        {"content": "Yes.", "reasoning_details": [{"type": "reasoning.text", "text": "Hm.", "signature": None},
+                                                  {"type": "reasoning.encrypted", "data": "x"}]},
+        {"content": "Yes.", "reasoning_details": [{"type": "reasoning.summary", "summary": "Hm."}]},
+        {"content": "Yes.", "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]},
+        {"content": "Yes.", "reasoning": "Hm.", "thinking_blocks": [{"type": "thinking", "thinking": "other"}]},
+        {"content": [{"type": "thinking", "thinking": 5}, {"type": "text", "text": "Yes."}], "reasoning": "Hm."},
+    ],
+)  # fmt: skip
+def test_reasoning_that_clients_return_in_another_form_reaches_the_template(fields: dict[str, Any]) -> None:
+    said = [*CHAT["messages"], {"role": "assistant", **fields}, *CHAT["messages"]]
+    turn = template_messages(chat(messages=said).messages)[1]
+    assert (turn["content"], turn["reasoning_content"]) == ("Yes.", "Hm.")
+
+
+def test_a_message_of_reasoning_alone_is_empty_besides() -> None:
+    said = [*CHAT["messages"], {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}]}]
+    turn = template_messages(chat(messages=said).messages)[1]
+    assert (turn["content"], turn["reasoning_content"]) == ("", "Hm.")
+
+
+@pytest.mark.parametrize(
+    ("given", "switch", "effort", "shown"),
+    [
+        ({"reasoning": {"enabled": False}}, "disabled", None, None),
+        ({"reasoning": False}, "disabled", None, None),
+        ({"reasoning": {"enabled": True, "effort": "high", "exclude": True}}, "enabled", "high", False),
+        ({"reasoning": {"effort": "none"}}, None, "none", None),
+        ({"think": False}, "disabled", None, None),
+        ({"think": "low"}, None, "low", None),
+        ({"reasoning": {"effort": "high", "exclude": True}, "reasoning_effort": "low", "include_reasoning": True},
+         None, "low", True),
+        ({"reasoning": {"enabled": False}, "thinking": {"type": "enabled"}}, "enabled", None, None),
+    ],
+)  # fmt: skip
+def test_whether_to_think_may_be_said_as_to_openrouter_or_ollama(
+    given: dict[str, Any], switch: str | None, effort: str | None, shown: bool | None
+) -> None:
+    body = chat(**given)
+    assert body.thinking is None if switch is None else body.thinking is not None and body.thinking.type == switch
+    assert (body.reasoning_effort, body.include_reasoning) == (effort, shown)
