@@ -1,6 +1,7 @@
 """Heads of blocks that were read whole find their place; a part of the buffer is used again only when it can be."""
 
 import ctypes
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from penstock.workers.kv_transfer import agent, staging
 from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
 from penstock.workers.kv_transfer.staging import PARTS, StagingBuffer
 from penstock.workers.kv_transfer.transport_protocol import TransferError
+from penstock.workers.kv_transfer.transport_thread import open_transport
 from tests.workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork
+from tests.workers.kv_transfer.support import WAIT_S, needs_nixl
 
 BLOCKS, LAYERS, SIZE, DIM, ALL = 24, 2, 3, 4, 4
 QUARANTINE_S = 10.0
@@ -277,3 +280,30 @@ def test_memory_for_the_buffer_that_is_not_there_fails_the_read(world: World, mo
     request = world.read(ids=[0])
     assert failure(request).cause == "unavailable"
     assert failure(request).settled.done()
+
+
+@needs_nixl
+@pytest.mark.parametrize(("own_heads", "peer_heads"), [((1, 2), (0, 4)), ((0, 4), (2, 2))])
+def test_heads_arrive_over_nixl(
+    own_heads: tuple[int, int], peer_heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, peer, whole = Heads(*own_heads), Heads(*peer_heads), values()
+    peer.data[:] = whole[..., peer.range, :]
+    monkeypatch.setattr(staging, "PART_BYTES", 3 * peer.memory.block_bytes)
+    has, wants = (
+        open_transport("nixl", f"{name}-{time.time_ns()}", {"kv": pool.memory})
+        for name, pool in (("has", peer), ("wants", own))
+    )
+    wants.connect(has.endpoint).result(WAIT_S)
+    remote, local = list(range(2, 22)), list(range(20))
+    moved = [
+        wants.read(has.endpoint, "kv", remote[half], local[half], generations=[1] * 10)
+        for half in (slice(10), slice(10, 20))
+    ]
+    assert all(each.result(WAIT_S).bytes for each in moved)
+    common = agent.common_heads(own.memory, peer.memory)
+    expected = np.zeros_like(whole)
+    expected[local, ..., common.start : common.stop, :] = whole[remote, ..., common.start : common.stop, :]
+    assert np.array_equal(own.data, expected[..., own.range, :])
+    for each in (wants, has):
+        each.close()
