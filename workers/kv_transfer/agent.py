@@ -222,8 +222,12 @@ def staged_pieces(
     """What is read to get the heads of these blocks that both pools have, and how many bytes of heads these are.
 
     Args:
-        room: bytes of a staging buffer, at least those of one of the peer's blocks.
+        room: bytes of a staging buffer.
+    Raises:
+        TransferError: refused; one of the peer's blocks is longer than a block of all heads.
     """
+    if peer_pool.block_bytes > room:
+        raise TransferError("refused", f"blocks of {peer_pool.block_bytes} bytes; {room} are read at once")
     own, peer, heads = _part(own_pool), _part(peer_pool), common_heads(own_pool, peer_pool)
     assert own is not None
     assert peer is not None
