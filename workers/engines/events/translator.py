@@ -204,10 +204,11 @@ def _merged(run: list[KvEvent]) -> KvEvent:
 
 log = structlog.get_logger("engine")
 
-TIERS = {None: 0, "GPU": 0, "CPU": 1, "STORAGE": 2}  # of vLLM
+TIERS = {"": 0, "GPU": 0, "CPU": 1, "STORAGE": 2}  # of vLLM
 TIERS |= {"CPU_PINNED": 1, "DISK": 2, "EXTERNAL": 2}  # of SGLang
 _MEDIUM = 64  # characters of a digest
 _ALL = float("inf")  # window of layers with full attention
+_FULL = (None, "full_attention", "mla_attention", "sink_full_attention")  # kinds of layers that have it
 
 
 class TranslatorCounts(msgspec.Struct):
@@ -235,13 +236,11 @@ class EventTranslator:
 
     Attributes:
         tree: the blocks that have names.
-        partial: keys of those that have none: they are not full, or of another size.
     """
 
     def __init__(self, form: EventFormat) -> None:
         self.counts = TranslatorCounts()
         self.tree = BlockTree()
-        self.partial: set[bytes | int] = set()
         self._form = form
         self._warned = False
 
@@ -270,7 +269,6 @@ class EventTranslator:
         return self.tree.take_events()
 
     def clear(self) -> None:
-        self.partial.clear()
         self.tree.clear()
 
     def dump(self) -> list[KvEvent]:
@@ -302,8 +300,9 @@ class PublishedFormat:
     def apply(self, event: Mapping[str, Any], blocks: EventTranslator) -> None:
         kind = event["type"]
         if kind == "AllBlocksCleared":
-            blocks.partial.clear()
             blocks.tree.clear(0)  # caches in other memory are not cleared with it
+        elif event.get("locality") not in (None, "LOCAL"):  # no memory of this worker
+            blocks.counts.filtered += len(event["block_hashes"])
         elif kind == "BlockStored":
             if self._follows(event, blocks):
                 self._stored(event, blocks)
@@ -311,15 +310,22 @@ class PublishedFormat:
                 blocks.counts.filtered += len(event["block_hashes"])
         elif kind == "BlockRemoved":
             if (event.get("group_idx") or 0) == (self._followed or 0):
-                _removed(event, blocks)
+                for key in event["block_hashes"]:
+                    blocks.tree.remove(key_of(key), _tier_of(event))
         else:
             raise ValueError(f"event type {kind!r}")
 
     def _follows(self, event: Mapping[str, Any], blocks: EventTranslator) -> bool:
-        """Whether it belongs to the layers with the largest window, whose blocks decide what can be reused."""
+        """Whether it belongs to the layers with the largest window, whose blocks decide what can be reused.
+
+        Layers with a state instead of attention have none.
+        """
         group = event.get("group_idx") or 0
+        if not event["token_ids"]:
+            return group == (self._followed or 0)
         window = event.get("kv_cache_spec_sliding_window")
-        self._windows.setdefault(group, _ALL if window is None else float(window))
+        full = _ALL if event.get("kv_cache_spec_kind") in _FULL else 0.0
+        self._windows.setdefault(group, full if window is None else float(window))
         best = max(self._windows, key=lambda each: (self._windows[each], -each))
         if self._followed is not None and best != self._followed:
             blocks.clear()
@@ -328,10 +334,16 @@ class PublishedFormat:
 
     def _stored(self, event: Mapping[str, Any], blocks: EventTranslator) -> None:
         hashes, tokens, size = event["block_hashes"], event["token_ids"], event["block_size"]
-        if tokens and not isinstance(tokens[0], int):
+        if not tokens:  # vLLM offloads a block, which has its name if it was stored before
+            for copy in map(blocks.tree.find, map(key_of, hashes)):
+                if copy is None:
+                    blocks.counts.unnamed += 1
+                else:
+                    blocks.tree.store(copy.key, copy.parent, copy.digest, _tier_of(event))
+            return
+        if not isinstance(tokens[0], int):
             tokens = [first for first, _ in tokens]
         if size != self._block_size or len(tokens) != size * len(hashes):
-            blocks.partial.update(key_of(each) for each in hashes)
             blocks.counts.partial += len(hashes)
             return
         above = event.get("parent_block_hash")
@@ -340,7 +352,7 @@ class PublishedFormat:
         if above is not None and parent is None:
             blocks.counts.unnamed += len(hashes)
             return
-        tier = TIERS[event.get("medium")]
+        tier = _tier_of(event)
         extras = event.get("extra_keys") or [None] * len(hashes)
         salt = event.get("cache_salt")
         if salt is not None and parent is None:  # the names below it have it in their root
@@ -369,13 +381,8 @@ class PublishedFormat:
         return block_hashes.extend(above, array("I", tokens).tobytes(), within)
 
 
-def _removed(event: Mapping[str, Any], blocks: EventTranslator) -> None:
-    tier = TIERS[event.get("medium")]
-    for key in map(key_of, event["block_hashes"]):
-        if key in blocks.partial:
-            blocks.partial.discard(key)
-        else:
-            blocks.tree.remove(key, tier)
+def _tier_of(event: Mapping[str, Any]) -> int:
+    return TIERS[(event.get("medium") or "").upper()]
 
 
 def _is_medium(key: Any) -> bool:

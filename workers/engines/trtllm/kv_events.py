@@ -154,7 +154,6 @@ class TrtllmFormat:
             if key in self._held and not self._held[key] >= self._groups:
                 return  # the last group's event has what follows, too
             if len(tokens) < self._block_size:
-                blocks.partial.add(key)
                 blocks.counts.partial += 1
                 return  # blocks after it could not be named either
             if len(tokens) > self._block_size:
@@ -191,10 +190,7 @@ class TrtllmFormat:
         held.discard(group)
         if not held:
             self._held.pop(key, None)
-        if key in blocks.partial:
-            blocks.partial.discard(key)
-        else:
-            blocks.tree.remove_subtree(key)
+        blocks.tree.remove_subtree(key)
 
     def _updated(self, data: Mapping[str, Any], group: int, blocks: EventTranslator) -> None:
         """A block moved to another memory, or its priority changed (ignored)."""

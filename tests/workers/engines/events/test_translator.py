@@ -127,6 +127,44 @@ def test_of_several_attention_windows_the_largest_is_followed() -> None:
     assert translator.feed([full]) == [Stored(names(TOKENS[:4])[0])]  # no window: it sees all
 
 
+def test_layers_with_a_state_are_not_followed_where_others_have_attention() -> None:
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
+    state: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
+    full: dict[str, Any] = {"group_idx": 3, "kv_cache_spec_kind": "full_attention"}
+    first, second = names(TOKENS[:8])
+    translator.feed([stored([1], TOKENS[:4], **state)])
+    assert translator.feed([stored([1, 2], TOKENS[:8], **full)]) == [Cleared(), Stored(first + second)]
+    assert translator.feed([stored([3], TOKENS[8:], parent=2, **state), removed(1, group_idx=0)]) == []
+    window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    assert translator.feed([stored([1], TOKENS[:4], **window, kv_cache_spec_sliding_window=4096)]) == []
+    assert translator.feed([removed(2, group_idx=3)]) == [Removed(second)]
+
+
+def test_an_offloaded_block_that_is_told_by_its_hash_alone_is_a_copy_of_the_one_known() -> None:
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
+    first, second = names(TOKENS[:8])
+    translator.feed([stored([1, 2], TOKENS[:8], group_idx=0)])
+    bare = stored([2], [], block_size=0, medium="CPU", group_idx=0)
+    assert translator.feed([bare]) == [Stored(second, first, tier=1)]
+    assert translator.feed([bare | {"block_hashes": [7]}, bare | {"group_idx": 1}]) == []
+    assert translator.feed([removed(2, group_idx=0)]) == [Removed(second)]  # the copy does not keep it
+    assert translator.feed([removed(2, group_idx=0, medium="CPU")]) == [Removed(second, tier=1)]
+    assert translator.feed([removed(7, group_idx=0, medium="CPU")]) == []
+    assert (translator.counts.unnamed, translator.counts.malformed) == (1, 0)
+
+
+def test_memory_that_is_not_the_workers_own_is_left_out() -> None:
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
+    (name,) = names(TOKENS[:4])
+    shared = stored([1], TOKENS[:4], medium="STORAGE", locality="REMOTE")
+    assert translator.feed([shared, shared | {"locality": "SOMEWHERE"}]) == []
+    assert translator.feed([stored([1], TOKENS[:4], medium="", locality="LOCAL")]) == [Stored(name)]
+    assert translator.feed([removed(1, locality="REMOTE"), stored([1], TOKENS[:4], medium="cpu")]) == [
+        Stored(name, tier=1)
+    ]
+    assert (translator.counts.filtered, translator.counts.malformed) == (3, 0)
+
+
 def test_a_host_copy_is_announced_with_its_tier() -> None:
     translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     (name,) = names(TOKENS[:4])
