@@ -17,8 +17,8 @@ from penstock.workers.kv_transfer.agent import MOST_BLOCKS, Agent, HeadCopy, who
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 
 PART_BYTES = 64 << 20  # read in 0.2 ms over NVLink; starting a read and a copy takes half of that
-PARTS = 3  # two are read into while the third is copied from
-READS = 2  # of one transfer at a time, so that one whose peer is stopped leaves a part for others
+PARTS = 4  # so that two ranks of a peer are read at once, and one part is copied from meanwhile
+READS = 2  # of one transfer at a time, so that one whose peer is stopped leaves parts for others
 COPY_S = 5.0  # until a GPU is taken to have failed
 POLL_S = 0.0001
 WORD = 8  # bytes that a copy moves at once where heads allow

@@ -274,7 +274,7 @@ def test_blocks_that_are_not_as_long_as_their_layout_are_refused(world: World) -
 
 def test_memory_for_the_buffer_that_is_not_there_fails_the_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(pool: Memory) -> StagingBuffer:
-        raise TransferError("unavailable", "no 192 MiB of GPU 0")
+        raise TransferError("unavailable", "no 256 MiB of GPU 0")
 
     monkeypatch.setattr("penstock.workers.kv_transfer.inflight.StagingBuffer", full)
     request = world.read(ids=[0])
