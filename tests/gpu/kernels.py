@@ -318,7 +318,25 @@ def check_modules(device: torch.device) -> None:
         print(name, dict(counts))
 
 
+def check_head(device: torch.device) -> None:
+    """Logits in float32 of values of 16 bits, by the kernel for one row, by torch, and by that of equal rows."""
+    # The interpreter multiplies no bfloat16.
+    hidden, vocab, dtype = (128, 300, torch.float16) if device.type == "cpu" else (4096, 128_256, torch.bfloat16)
+    plain = torch.nn.Linear(hidden, vocab, device=device, dtype=dtype).requires_grad_(False)
+    for count, invariant in ((1, False), (5, False), (1, True), (5, True)):
+        head = modules.Linear(plain.weight, plain.bias, None, torch.float32)
+        head.invariant = invariant
+        x = torch.randn((1, count, hidden), device=device).to(dtype)
+        found = head(x)
+        expected = torch.nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double())
+        off = float((found - expected).norm() / expected.norm())
+        good = found.dtype == torch.float32 and found.shape == expected.shape and off < 1e-5
+        print(f"head {count} rows invariant={invariant}: {off:.1e}, rounded {apart(plain(x), expected):.1e}"
+              + ("" if good else "   WRONG"))  # fmt: skip
+
+
 CHECKS = {
+    "head": check_head,
     "narrow": check_narrow,
     "narrow_pool": check_narrow_pool,
     "long": check_long,

@@ -1,9 +1,10 @@
 """How long the native engine's kernels take, beside what torch offers: an 8B Llama's shapes in bfloat16.
 
-python -m tests.gpu.times [quick] [fp8]
+python -m tests.gpu.times [quick] [fp8] [head] [sums]
 
 ``fp8``: products of 8-bit floats by torch and by the kernel for few rows, in shapes that are chosen from; decodes over
-a pool of 8-bit floats.
+a pool of 8-bit floats. ``head``: logits in bfloat16 and in float32, and a draw from them. ``sums``: products whose
+partial sums may be bfloat16, as torch allows by default, or may not.
 """
 
 import itertools
@@ -18,6 +19,8 @@ import torch
 import triton
 
 from penstock.workers.engines.native.cuda import attend, few_rows, fp8, modules, paged
+from penstock.workers.engines.native.cuda.copies import Upload
+from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
 from penstock.workers.engines.native.model.attention import AttentionParams
 from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.quantize import FP8, narrowed
@@ -250,6 +253,51 @@ def narrow_decodes() -> None:
     paged.DECODE_FP8 = usual
 
 
+def heads() -> None:
+    """The output layer over two copies of its weight, so that none is in the cache."""
+    for vocab, hidden in ((128_256, 4096), (151_936, 4096)):
+        weights = [torch.randn((vocab, hidden), device=DEVICE, dtype=torch.bfloat16) * 0.02 for _ in range(2)]
+        layers = {out: [modules.Linear(each, None, None, out) for each in weights] for out in (None, torch.float32)}
+        for count in (1, 4, 32, 64, 128, 256):
+            x, line, totals = torch.randn((count, hidden), device=DEVICE, dtype=torch.bfloat16), [], []
+            expected = x.double() @ weights[0][:4096].double().T
+            draws = DeviceSampler(
+                vocab, count, Upload(1 << 16, DEVICE), torch.zeros(count + 1, dtype=torch.int32, device=DEVICE)
+            )
+            targets, drawn = (torch.zeros(count, dtype=torch.int32, device=DEVICE) for _ in range(2))
+            keys, temperatures = torch.arange(count, device=DEVICE), torch.ones(count, device=DEVICE)
+            for out, pair in layers.items():
+                product = timed(lambda pair=pair: [each(x) for each in pair], 2) * 1e3
+                both = timed(
+                    lambda pair=pair: [draws.sample_random(e(x), targets, temperatures, keys, drawn) for e in pair], 2
+                ) * 1e3  # fmt: skip
+                off = float((pair[0](x)[:, :4096] - expected).abs().max())
+                line.append(f"{out or 'bfloat16'} {product:.0f}, with a draw {both:.0f}, error up to {off:.1e}")
+                totals.append(both)
+            size = 2 * count * vocab * 2  # more bytes, written and read
+            print(
+                f"head {hidden} -> {vocab}, {count:>3} rows, us: {'; '.join(line)}; {totals[1] - totals[0]:+.1f} "
+                f"(by bytes at 4.1 TB/s {size / 4.1e6:+.1f})"
+            )
+
+
+def sums() -> None:
+    """Products of few rows, which cuBLAS splits."""
+    copies = 10
+    for name, (out, inner) in SHAPES.items():
+        weights = [torch.randn((out, inner), device=DEVICE, dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
+        for count in (2, 8, 32, 128, 256):
+            x, line = torch.randn((count, inner), device=DEVICE, dtype=torch.bfloat16), []
+            expected = x.double() @ weights[0].double().T
+            for allowed in (True, False):
+                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+                us = timed(lambda weights=weights, x=x: [x @ each.t() for each in weights], copies) * 1e3
+                off = float((x @ weights[0].t() - expected).norm() / expected.norm())
+                line.append(f"{'allowed' if allowed else 'not'} {us:.1f}, error {off:.2e}")
+            print(f"partial sums in bfloat16, {name}, {count:>3} rows, us: {'; '.join(line)}")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+
+
 def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, "triton", triton.__version__)
     chosen: tuple[Callable[[], None], ...] = (decodes, prefills, products)
@@ -257,6 +305,8 @@ def main() -> None:
         chosen = (decodes,)
     if "fp8" in sys.argv:
         chosen = (narrow_decodes,) if "quick" in sys.argv else (narrow_products, narrow_rows, narrow_decodes)
+    named = {"head": heads, "sums": sums}
+    chosen = tuple(named[each] for each in sys.argv[1:] if each in named) or chosen
     for measure in chosen:
         try:
             measure()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.workers.engines.native.cuda import fp8, rows
 from penstock.workers.engines.native.cuda.fusions import FUSIONS, dependent
 from penstock.workers.engines.native.cuda.rows import invariant_product
+from penstock.workers.engines.native.model.model import float32_product
 from penstock.workers.engines.native.model.parallel import RankGroup
 
 
@@ -123,9 +124,12 @@ class Linear(nn.Module):
         adapters: LoRA adapters, which a hook adds to what ``forward`` returns; None: there are none.
         group: ranks that have a part of the product each; None: it is whole here.
         following: see ``summed``.
+        out_dtype: float32: as of an ``OutputLayer``; None: that of the input.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -134,7 +138,7 @@ class Linear(nn.Module):
         self.residual: Tensor | None = None
         self.row_scales: Tensor | None = None
         self._counters = None if scale is None else fp8.counters(self.out_features, weight.device)
-        self.invariant = False
+        self.invariant, self.out_dtype = False, out_dtype
         self.__dict__["norm"] = None  # a module, but not a child: it belongs to the layer
         self.__dict__["adapters"] = self.__dict__["following"] = None
         self.group: RankGroup | None = None
@@ -169,7 +173,9 @@ class Linear(nn.Module):
         if norm is not None or self.takes_gemv(x):
             return self.gemv(x, residual, norm)
         if self.invariant:
-            return invariant_product(x, self.weight, self.bias, residual)
+            return invariant_product(x, self.weight, self.bias, residual, self.out_dtype)
+        if self.out_dtype is not None:
+            return float32_product(x, self.weight, self.bias)
         if self.scale is not None:
             return self.fp8_forward(x, self.scale, residual)
         if residual is None:
@@ -199,7 +205,7 @@ class Linear(nn.Module):
         columns = self.out_features if act is None else self.out_features // 2
         out = residual
         if out is None:
-            out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
+            out = torch.empty((*x.shape[:-1], columns), dtype=self.out_dtype or x.dtype, device=x.device)
         block_n, block_k, stages, warps = gemv_shape(self.out_features, self.in_features, self.weight.itemsize)
         if act is not None:
             block_n //= 2

@@ -22,7 +22,7 @@ from penstock.workers.engines.native.cuda.fusions import FUSIONS
 from penstock.workers.engines.native.cuda.latent import make_scratch, paged_attention
 from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
 from penstock.workers.engines.native.model.attention import Paged
-from penstock.workers.engines.native.model.model import Model, UnsupportedModel
+from penstock.workers.engines.native.model.model import Model, OutputLayer, UnsupportedModel
 from penstock.workers.engines.native.model.parallel import RankGroup, RowParallel, SplitExperts
 from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.quantize import Fp8Linear
@@ -58,6 +58,8 @@ def rewrite(model: Any) -> tuple[modules.Rotation, Counter[str]]:
             new = modules.Linear(whole.weight.data, whole.bias, getattr(whole, "scale", None))
             new.group = group
             setattr(parent, name, new)
+        elif type(child) is OutputLayer:
+            setattr(parent, name, modules.Linear(child.weight.data, child.bias, None, torch.float32))
     fused = [layer for layer in model.modules() if _fuse_residuals(layer, model.dtype, generator)]
     counts["residuals within products"] = len(fused)
     counts["norms within sums"] = _chain_norms(model, fused)

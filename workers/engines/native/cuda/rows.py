@@ -299,17 +299,22 @@ def product(
     tl.store(out + out_offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def invariant_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """A linear layer over the rows of ``x``.
 
     Args:
         x: (..., in), weight: (out, in), bias: (out,).
         residual: (..., out), contiguous: the product is added to it, in place.
+        out_dtype: of the result; None: that of ``x``.
     """
     columns, inner = weight.shape
     flat = x.reshape(-1, inner)
     count = len(flat)
-    out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device) if residual is None else residual
+    out = residual
+    if out is None:
+        out = torch.empty((*x.shape[:-1], columns), dtype=out_dtype or x.dtype, device=x.device)
     shape = shape_for(count)
     product[(-(-count // shape.rows) * -(-columns // shape.columns),)](
         flat, weight, weight if bias is None else bias, out, out, count, columns, flat.stride(0), columns,

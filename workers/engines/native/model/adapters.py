@@ -54,7 +54,7 @@ def parts_of(model: Any) -> list[Part]:
     """The layers that adapters can change: linear ones of the decoder, without the output layer and experts."""
     head = model.get_output_embeddings()
     found: list[Part] = []
-    covered = {id(head)}
+    covered = set() if head is None else {id(each) for each in head.modules()}
     for path, module in model.named_modules():  # those of a module come behind it
         if id(module) in covered or ".experts." in f".{path}.":
             continue

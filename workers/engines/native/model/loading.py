@@ -29,7 +29,7 @@ from penstock.infra.model import patch_grid, weight_files
 from penstock.infra.model.defaults import BadDefaults, Length, context_length, ids, rope_type, ropes
 from penstock.infra.model.weight_files import INDEX, key_mapping
 from penstock.workers.engines.native.model import attention, quantize, vision
-from penstock.workers.engines.native.model.model import MediaPositions, Model, UnsupportedModel
+from penstock.workers.engines.native.model.model import MediaPositions, Model, UnsupportedModel, widen_logits
 from penstock.workers.engines.native.model.parallel import CannotSplit, RankGroup, split
 from penstock.workers.engines.native.model.pool import KvShape
 from penstock.workers.engines.native.model.verify import reference, reference_attention, verify
@@ -335,6 +335,7 @@ def describe(
     """
     attention.register()
     attention.cache_latents(loaded)
+    widen_logits(loaded)
     shape, probe, vocab_size = _inspect(loaded, loaded.device)
     if group is not None:
         first, every = group.kv_heads

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.engine_protocol import EngineError
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.pool import KvShape
+
+CAST = 4096  # rows of a weight that a CPU has as float32 at once
 
 
 class UnsupportedModel(EngineError):
@@ -79,6 +82,45 @@ def _counting(start: int, end: int) -> Tensor:
     return torch.arange(start, end).expand(3, -1)
 
 
+class OutputLayer(nn.Module):
+    """A linear layer whose result, the logits, is float32: bfloat16 would round a logit of 20 to a multiple of 0.125.
+
+    The product is of values of the model's dtype, and exact in float32, as its sums are.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return float32_product(x, self.weight, self.bias)
+
+
+def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with a float32 result.
+
+    Args:
+        x: (..., in), weight: (out, in), bias: (out,), all of one dtype.
+    """
+    if x.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    if x.is_cuda:
+        out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], len(weight))
+    else:  # which have no such product
+        parts = torch.split(weight, CAST)
+        out = torch.cat([F.linear(x.float(), part.float()) for part in parts], -1)
+    return out if bias is None else out.add_(bias)
+
+
+def widen_logits(model: Any) -> None:
+    """Compute a model's logits in float32, of a split model also this rank's part."""
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        model.set_output_embeddings(OutputLayer(head))
+    elif isinstance(part := getattr(head, "lm_head", None), nn.Linear):
+        head.lm_head = OutputLayer(part)
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A loaded model. ``forward`` is transformers' own; tokens of all sequences are packed into one row."""
@@ -114,7 +156,7 @@ class Model:
             positions: likewise, or (3, tokens) of ``MediaPositions``.
             rows: (n,) int64, those whose logits are wanted; None: all.
             hidden: (tokens, hidden), of an ``EagleHead`` only.
-        Returns: (n, vocab_size) in the model's dtype.
+        Returns: (n, vocab_size) float32; of an ``EagleHead`` in the model's dtype.
         """
         token_ids = tokens.unsqueeze(0)
         if embeddings is None:

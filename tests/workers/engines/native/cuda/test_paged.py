@@ -46,11 +46,14 @@ def test_a_long_row_among_short_ones_is_divided() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_uneven_rows_are_attended_to_as_the_reference_does() -> None:
+@pytest.mark.parametrize(("check", "said", "times"), [("uneven", "decodes of", 6), ("head", "rounded", 4)])
+def test_uneven_rows_and_logits_in_float32_are_as_the_reference_computes_them(
+    check: str, said: str, times: int
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.kernels", "uneven", "--device", "cpu"],
+        [sys.executable, "-m", "tests.gpu.kernels", check, "--device", "cpu"],
         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("decodes of") == 6, done.stdout + done.stderr
+    assert done.stdout.count(said) == times, done.stdout + done.stderr
     assert "WRONG" not in done.stdout, done.stdout

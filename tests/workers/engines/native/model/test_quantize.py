@@ -61,7 +61,7 @@ def test_output_embeddings_routers_and_odd_sizes_stay(model_dir: Callable[[str],
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     assert count == 3 * (4 + 1)  # the attention's and all experts, in each layer
     assert kinds["model.layers.0.mlp.experts"] == "Fp8Experts"
-    assert kinds["lm_head"] == "Linear"
+    assert kinds["lm_head"] == "OutputLayer"
     assert kinds["model.layers.0.self_attn.q_proj"] == "Fp8Linear"
     assert quantize(nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 16))) == 0
 

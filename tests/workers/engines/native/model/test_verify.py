@@ -24,6 +24,21 @@ def test_only_mixtures_of_experts_in_low_precision_have_noise() -> None:
     assert reference(described("llama", torch.bfloat16)).noise == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_logits_are_not_rounded_to_the_models_dtype(name: str) -> None:
+    """The output layer's sums are those of float32; soft-caps and scales behind it are computed in it, too."""
+    model = described(name, torch.bfloat16)
+    states = list[torch.Tensor]()
+    head = model.forward.get_output_embeddings()
+    head.register_forward_hook(lambda module, given, out: states.extend((given[0], out)))
+    logits = reference(model).logits
+    given, product = states
+    assert given.dtype == torch.bfloat16
+    assert logits.dtype == product.dtype == torch.float32
+    torch.testing.assert_close(product, given.float() @ head.weight.float().T)
+    assert (logits != logits.bfloat16().float()).float().mean() > 0.9
+
+
 def test_logits_may_be_as_far_as_twice_the_noise() -> None:
     model = described("llama", torch.float32)
     away = reference(model).logits * 1.15
