@@ -47,9 +47,9 @@ types:  ## mypy alone
 
 # What fails beside other tests is run once more alone, so that a neighbour's load is no failure. Both are reported. If
 # pytest itself broke (status 3; CPython 3.11 may while a failure is printed), tests are left over: all are run again.
-# Containers often set the variable: then each of some hundred processes compiles all modules again.
 PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow' $(ARGS)
-pytest: export PYTHONDONTWRITEBYTECODE :=
+# Containers often set the variable: then each of some hundred processes compiles all modules again.
+pytest test-slow chaos chaos-mixed: export PYTHONDONTWRITEBYTECODE :=
 pytest:  ## the tests alone
 	@status=0; $(PYTEST) || status=$$?; \
 	if [ $$status -eq 3 ]; then status=0; $(PYTEST) || status=$$?; fi; \

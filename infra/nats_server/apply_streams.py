@@ -12,7 +12,7 @@ from nats.aio.client import Client
 
 from penstock.infra.bus.direct_get import parse_time
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.infra.bus.puller import config_of
+from penstock.infra.bus.puller import EXISTS, config_of
 from penstock.infra.nats_server.binary import MINIMUM, dotted, parse_version
 from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, existing_config, existing_info, request
 from penstock.schemas.streams import (
@@ -356,15 +356,28 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     config = config_of(spec)
     if info is not None and await begins_too_late(nc, info):  # where it begins cannot be changed
         await request(nc, f"CONSUMER.DELETE.{label}", {})
-        await request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": config})
+        await _create_consumer(nc, label, {"stream_name": spec.stream, "config": config})
         return [f"replaced {label}: it passed over messages before {info['config']['opt_start_seq']}"]
-    existing: Config | None = None if info is None else info["config"]
-    if existing:  # where it began is fixed; one that was made again begins where the last one was
-        config.pop("deliver_policy")
-    merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | config
+    if info is None:
+        created = await _create_consumer(nc, label, {"stream_name": spec.stream, "config": config})
+        return [f"created {label}"] if created else await _apply_consumer(nc, spec)
+    existing: Config = info["config"]
+    config.pop("deliver_policy")  # where it began is fixed; one that was made again begins where the last one was
+    merged = {k: v for k, v in existing.items() if k not in ("filter_subject", "filter_subjects")} | config
     merged.pop("metadata", None)
-    changed = sorted(key for key in config if existing is None or existing.get(key) != config[key])
+    changed = sorted(key for key in config if existing.get(key) != config[key])
     if not changed:
         return []
     await request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})
-    return [f"created {label}" if existing is None else f"updated {label}: {', '.join(changed)}"]
+    return [f"updated {label}: {', '.join(changed)}"]
+
+
+async def _create_consumer(nc: Client, label: str, body: Config) -> bool:
+    """False: it is there. A running process has just made it again, and it begins where that one's last one was."""
+    try:
+        await request(nc, f"CONSUMER.CREATE.{label}", body | {"action": "create"})
+    except BrokerProblem as error:
+        if f"({EXISTS})" not in str(error):
+            raise
+        return False
+    return True

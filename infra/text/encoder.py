@@ -1,8 +1,8 @@
 """From text to token ids: the tokenizer's own result, in a fraction of the time, by caches of words and pieces.
 
 Byte-level BPE splits a text into words and encodes each by itself, and most words come again. The split of ASCII text
-is repeated here; any other text, and any other tokenizer, is left to the tokenizer. What comes again as a whole, such
-as a system prompt and the conversation before a new message, is kept in pieces, which are not even split.
+is repeated here; other pieces of a text, and any other tokenizer, are left to the tokenizer. What comes again as a
+whole, such as a system prompt and the conversation before a new message, is kept in pieces, which are not even split.
 
 ``PlainText`` keeps the text of control tokens in clients' messages plain text, so that clients cannot forge roles or
 messages. A tokenizer turns the text of an added token into that token wherever it stands. Where a client's text
@@ -46,10 +46,10 @@ def _tree(texts: list[str]) -> str:
     return f"{re.escape(start)}(?:{'|'.join(map(_tree, branches.values()))}){optional}"
 
 
-CACHED_TEXT = 8_192  # characters; longer texts would keep the interpreter for long, and the tokenizer releases it
-# Of words and their ids; 60,000 words of English text. With all words known, 200 of them take 30 instead of 142 µs, a
-# tenth of what a request costs; 650, of which the first 600 came before, 18 instead of 497 (``python -m
-# tests.perf.tuning words``).
+NEW_TEXT = 65_536  # characters, of which words keep the interpreter for 2 ms; the tokenizer releases it for the others
+# Of words and their ids; 60,000 words of English text. With all words known, 200 of them take 29 instead of 147 µs, a
+# tenth of what a request costs, and 7,000 take 1.2 instead of 6.3 ms; 7,000 that came before, at the beginning of a
+# text, 0.1 instead of 6.1 ms (``python -m tests.perf.tuning words``).
 CACHED_BYTES = 16 << 20
 CACHED_PIECES_BYTES = 8 << 20  # of pieces and their ids: 6,000 of them, 600,000 tokens
 PIECE = 512  # characters of a piece, or a few more; to look one up takes a tenth of what its words take
@@ -60,7 +60,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _SAME_FOR_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 _ASCII = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": "", "N": "0-9"}
 _BORDER = re.compile(r"(?<=[a-z]) (?=[a-z])")  # most texts have one every few characters
-_NEAR = ascii_letters + digits + 8 * " \n'" + punctuation
+_NEAR = ascii_letters + digits + 8 * " \n'" + punctuation + "é中’…😀\u0301\u00a0\u3000"
 _PART = re.compile(r"\\p\{(\w+)\}|\\.|[\[\]]|[^\\\[\]]+", re.DOTALL)
 _BYTE_LEVEL = {byte: 256 + number for number, byte in enumerate([*range(33), 127])}  # how BPE sees bytes
 
@@ -91,17 +91,18 @@ class TextEncoder:
             special: add the tokens that the tokenizer puts around a text, such as BOS.
         """
         splitter = self.splitter
-        if len(text) <= CACHED_TEXT and splitter is not None and text.isascii() and not (special and self._adds_tokens):
+        if splitter is not None and not (special and self._adds_tokens):
             known = self._known(splitter, text)
             if known is not None:
                 ids = array(_ID)
                 ids.frombytes(known)
                 return ids
-        return self._tokenize(text, special)
+        return self._tokenize([text], special)[0]
 
     def _known(self, splitter: "_Split", text: str) -> bytes | None:
         """The ids by words and pieces; None: the pattern leaves something of this text out."""
-        found, words = [], self.known_words
+        found, words, left = [], self.known_words, NEW_TEXT
+        late: list[tuple[int, bool, list[str]]] = []  # for the tokenizer: place, whether it is kept, pieces in a row
         for number, part in enumerate(splitter.parts(text)):
             if number % 2:
                 found.append(words[part])
@@ -111,17 +112,30 @@ class TextEncoder:
                 if again and (ids := self.known_pieces.get(piece)) is not None:
                     found.append(ids)
                     continue
+                left -= len(piece)
+                if left < 0 or not piece.isascii():
+                    if again or not late or late[-1][:2] != (len(found) - 1, False):
+                        late.append((len(found), again, []))
+                        found.append(b"")
+                    late[-1][2].append(piece)
+                    continue
                 if (split := splitter.words(piece)) is None:
                     return None
                 ids = b"".join(map(words.__getitem__, split))
                 found.append(ids)
                 if again:
                     self.known_pieces.put(piece, ids)
+        if late:
+            encoded = self._tokenize(["".join(pieces) for _, _, pieces in late], special=False)
+            for (place, again, pieces), each in zip(late, encoded, strict=True):
+                found[place] = ids = each.tobytes()
+                if again:
+                    self.known_pieces.put(pieces[0], ids)
         return b"".join(found)
 
-    def _tokenize(self, text: str, special: bool) -> "array[int]":
+    def _tokenize(self, texts: list[str], special: bool) -> "list[array[int]]":
         # The batch form computes no offsets and releases the interpreter.
-        return array(_ID, self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        return [array(_ID, each.ids) for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
 
 class _Pieces:
@@ -219,8 +233,9 @@ class _Split:
         expected = [part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(sample)]
         if [part.translate(_BYTE_LEVEL) for part in word.findall(sample)] != expected:
             return None  # Python reads the pattern in another way
+        words = tokenizer.pre_tokenizer.pre_tokenize_str
         cuts = all(
-            word.findall(f"{left} {right}") == [*word.findall(left), *word.findall(f" {right}")]
+            [part for part, _ in words(f"{left} {right}")] == [part for part, _ in [*words(left), *words(f" {right}")]]
             for left, right in _borders()
         )
         return cls(re.compile(f"({longest_of({token.content for token in added})})"), word, cuts=cuts)

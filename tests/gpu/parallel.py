@@ -1,15 +1,14 @@
 """A model over several GPUs: sums over ranks, answers beside those of a CPU, speed, the end of a rank, hand-over.
 
-python -m tests.gpu.parallel [sums] [parity] [equal] [speed] [lost] [handoff] [rates] [--width 2] [--shape 8b]
-python -m tests.gpu.parallel handoff rates --widths 4:2,2:4 --block-size 128     (eight GPUs)
+python -m tests.gpu.parallel [sums] [parity] [equal] [speed] [lost] [handoff] [--width 2] [--shape 8b]
+python -m tests.gpu.parallel handoff --widths 4:2,2:4     (eight GPUs)
 TRITON_INTERPRET=1 python -m tests.gpu.parallel sums parity --device cpu --only llama     (without GPUs, slowly)
 
 Each engine is in a process of its own with a bound, and what comes behind it runs whatever becomes of it. Half a minute
 before its bound it prints where each rank is. ``sums``: microseconds
 of one sum within a CUDA graph, by the kernel and by NCCL. ``equal``: answers of the shape in float32 at this width and
-on one GPU. ``rates``: gigabytes per second at which a long prompt of the shape moves between engines of two widths on
-GPUs of their own; ``python -m tests.gpu.handoff`` has the bare transfer's. ``python -m tests.gpu.beside native vllm
---width 2`` has the table beside vLLM.
+on one GPU. ``python -m tests.gpu.widths`` has the rates of hand-over, ``python -m tests.gpu.beside native vllm --width
+2`` the table beside vLLM.
 """
 
 import argparse
@@ -20,7 +19,6 @@ import mmap
 import multiprocessing
 import os
 import queue
-import random
 import shutil
 import signal
 import socket
@@ -65,9 +63,8 @@ PARTS = {
     "speed": 240.0,
     "lost": 75.0,
     "handoff": 120.0,
-    "rates": 200.0,
 }  # and seconds, at most
-OF_SHAPE = ("equal", "speed", "rates")  # parts that need its weights
+OF_SHAPE = ("equal", "speed")  # parts that need its weights
 PARITY = ("llama", "qwen3_moe", "gpt_oss", "phi3", "gemma3", "mixtral", "deepseek_v3")
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of 4,096 values
 STREAMS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (16, 2048, 1))
@@ -397,25 +394,6 @@ def handoff(asked: argparse.Namespace) -> None:
               flush=True)  # fmt: skip
 
 
-def rates(asked: argparse.Namespace) -> None:
-    """A prompt of the shape, moved again and again."""
-    size, block, rounds = (beside.longest - 128, asked.block_size, 12) if asked.device == "cuda" else (256, 16, 4)
-    draw = random.Random(1)
-    options: dict[str, Any] = {"block_size": block, "kv_blocks": (rounds + 2) * size // block + 8, "max_running": 4,
-                               "max_model_len": size + 64, "max_batched_tokens": size}  # fmt: skip
-    moves = []
-    with two(asked.folder, asked, options) as pair:
-        for _ in range(rounds):
-            words = tuple(draw.randrange(10, beside.SHAPES[asked.shape][0]) for _ in range(size))
-            moves.append(pair.hand_over(words, 1)[2])
-    count, times = moves[0][0], sorted(took for _, took in moves[2:])
-    middle, readers = times[len(times) // 2], int(asked.only.partition(":")[2])
-    speed = count / middle / 1e9
-    print(f"{asked.shape}, width {asked.only}, blocks of {block} tokens: {count / 1e6:,.1f} MB in {middle * 1e3:.2f} "
-          f"ms ({times[0] * 1e3:.2f} to {times[-1] * 1e3:.2f}): {speed:.1f} GB/s, {speed / readers:.1f} for each "
-          f"reader; first {moves[0][1] * 1e3:.1f} ms", flush=True)  # fmt: skip
-
-
 class Pair(NamedTuple):
     """An engine in another process, which computes prompts, and one here, which continues them."""
 
@@ -492,8 +470,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--width", type=int, default=2, help="GPUs that share each layer")
-    parser.add_argument("--widths", default="2:1,1:2", metavar="FROM:TO,...", help="of handoff and rates")
-    parser.add_argument("--block-size", type=int, default=32, help="tokens of a block, in rates")
+    parser.add_argument("--widths", default="2:1,1:2", metavar="FROM:TO,...", help="of handoff")
     parser.add_argument("--shape", choices=beside.SHAPES, default="8b", help=f"of {', '.join(OF_SHAPE)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="parity: models whose name has this")
@@ -518,7 +495,6 @@ def main() -> None:
     elif asked.here:
         parts: dict[str, Callable[[argparse.Namespace], None]] = {
             "sums": sums, "parity": parity, "equal": equal, "speed": speed, "lost": lost, "handoff": handoff,
-            "rates": rates,
         }  # fmt: skip
         try:
             parts[asked.parts[0]](asked)
@@ -542,8 +518,8 @@ def whole(asked: argparse.Namespace) -> None:
                 command = [sys.executable, "-m", "tests.gpu.beside", "native", "--write", "--shape", asked.shape,
                            "--folder", str(asked.folder)]  # fmt: skip
                 writer = subprocess.Popen(command)
-            names = {"parity": [each for each in PARITY if asked.only in each], "handoff": asked.widths.split(","),
-                     "rates": asked.widths.split(",")}  # fmt: skip
+            parity_of = [each for each in PARITY if asked.only in each]
+            names = {"parity": parity_of, "handoff": asked.widths.split(",")}
             for name in names.get(part, [""]):
                 print(f"== {part} {name}", flush=True)
                 began = time.monotonic()
@@ -573,7 +549,7 @@ def run_part(part: str, name: str, asked: argparse.Namespace, seconds: float) ->
     command = [sys.executable, "-m", "tests.gpu.parallel", part, "--here", "--width", str(asked.width),
                "--shape", asked.shape, "--device", asked.device, "--folder", str(asked.folder), "--only", name,
                "--dump-s", str(max(1.0, seconds - 30)), "--most-mib", str(asked.most_mib), "--widths", asked.widths,
-               "--block-size", str(asked.block_size), *flags]  # fmt: skip
+               *flags]  # fmt: skip
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             if process.wait(seconds):

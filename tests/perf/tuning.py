@@ -70,7 +70,7 @@ def words(rounds: int) -> list[Figure]:
     def prompt(words: int) -> str:
         return " ".join(draw.choices(WORDS, k=words))
 
-    text, history = prompt(200), prompt(600)
+    text, history, long = prompt(200), prompt(600), prompt(7_000)
     assert list(encoder.encode(text, special=False)) == tokenizer.encode(text, add_special_tokens=False).ids
 
     def seconds(work: Callable[[str], Any], beginning: str, words: int) -> float:
@@ -86,6 +86,8 @@ def words(rounds: int) -> list[Figure]:
     return [
         Figure("200 new words", seconds(known, "", 200), seconds(tokenized, "", 200)),
         Figure("600 words that came before, 50 new", seconds(known, history, 50), seconds(tokenized, history, 50)),
+        Figure("7,000 new words", seconds(known, "", 7_000), seconds(tokenized, "", 7_000)),
+        Figure("7,000 words that came before, 50 new", seconds(known, long, 50), seconds(tokenized, long, 50)),
     ]
 
 

@@ -249,7 +249,7 @@ async def test_a_canary_gets_its_share_and_each_answer_is_wholly_of_the_revision
     port = free_port()
     flags = ("--model", str(models[0]), "--served-model-name", "tiny", "--http-port", str(port), "--canary", "50%")
     gateway = fleet.deployment.also("gateway", *flags)
-    gateway.wait_for("gateway_listening")
+    await asyncio.to_thread(gateway.wait_for, "gateway_listening")
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
         await asyncio.gather(*(ask(http, number, user="canary") for number in range(40)))
     given = Counter[str]()

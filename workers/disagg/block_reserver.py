@@ -91,15 +91,18 @@ class BlockReserver:
 ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end if that is unknown, and from there to its request
 LATE_S, MOST_LATE_S = 1.0, 30.0  # from when it should have ended, for slow steps and links; from the announcement
 MOST_ANNOUNCED = 256  # prompts
-# From a prompt's last layers to its request: the longest time that counts, and the weight of the last one.
-MOST_BEHIND_S, BEHIND_SHARE = 0.01, 0.2
+# From a prompt's last layers to its request: the longest time that counts, and the weight of the last one. From its
+# leading layers to the last: the largest share of the time that these took.
+MOST_BEHIND_S, BEHIND_SHARE, MOST_REST = 0.01, 0.2, 1.0
 SUBMIT_S = 0.0005  # from taking the blocks of a request to its submission
 
 
 class _Announced:
     """A prompt whose request has not come."""
 
-    __slots__ = ("began", "order", "reading", "ticket", "timer", "wait", "whole", "whole_at")
+    __slots__ = (
+        "began", "leading_at", "order", "reading", "reserved_at", "ticket", "timer", "wait", "whole", "whole_at",
+    )  # fmt: skip
 
     def __init__(self, order: Reserve, wait: BlockWait[BlockReservation], timer: asyncio.TimerHandle) -> None:
         self.order = order
@@ -110,7 +113,9 @@ class _Announced:
         self.whole: asyncio.Future[Ticket | None] = asyncio.get_running_loop().create_future()
         self.reading: asyncio.Task[BlockReservation | None] | None = None
         self.began = False  # whether reading began, which frees the blocks itself if it fails
-        self.whole_at = 0.0  # when all was computed, monotonic, of a prompt whose leading layers were read before
+        # When its last step began and had computed the leading layers, and all, of a prompt that is read in two parts;
+        # monotonic.
+        self.reserved_at, self.leading_at, self.whole_at = time.monotonic(), 0.0, 0.0
 
 
 class AnnouncedPrompts:
@@ -125,7 +130,9 @@ class AnnouncedPrompts:
         self._tasks = tasks.group("announced")
         self._reader = reader
         self._open: dict[str, _Announced] = {}  # by ticket
-        self._behind_s = 0.0  # how long after its last layers a long prompt's request came lately; 0: unknown
+        # How long after its last layers a long prompt's request came lately, and after its leading layers these, as a
+        # share of the time of the leading ones; 0: unknown.
+        self._behind_s = self._rest = 0.0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -148,14 +155,25 @@ class AnnouncedPrompts:
             return
         if layers and announced.reading is not None:
             return
-        if not layers:
+        now = time.monotonic()
+        if layers:
+            announced.leading_at = now
+            if self._rest and self._behind_s:
+                self._expect(announced, self._rest * (now - announced.reserved_at) + self._behind_s)
+        else:
             announced.timer.cancel()
             announced.timer = self._timer(ticket.id)
-            if announced.reading is not None:
-                announced.whole_at = time.monotonic()
+            if announced.leading_at:
+                announced.whole_at = now
+                if (leading_s := announced.leading_at - announced.reserved_at) > 0:
+                    rest = min((now - announced.leading_at) / leading_s, MOST_REST)
+                    self._rest += (BEHIND_SHARE if self._rest else 1.0) * (rest - self._rest)
                 if self._behind_s:
-                    self._engine.expect(self._behind_s + SUBMIT_S)
+                    self._expect(announced, self._behind_s)
         self._read(announced, ticket, layers)
+
+    def _expect(self, announced: _Announced, within_s: float) -> None:
+        self._engine.expect(announced.order.ticket.rsplit(":", 2)[0], within_s + SUBMIT_S)
 
     async def take(self, ticket: Ticket, names: list[bytes], tails: int, users: int) -> BlockReservation | None:
         """Hand over the blocks of a prompt, filled with its KV, to its request; None: none are reserved for it.
@@ -170,7 +188,7 @@ class AnnouncedPrompts:
         if announced.whole_at and announced.reading is not None and announced.reading.done():
             behind_s = min(time.monotonic() - announced.whole_at, MOST_BEHIND_S)
             self._behind_s += (BEHIND_SHARE if self._behind_s else 1.0) * (behind_s - self._behind_s)
-            self._engine.expect(SUBMIT_S)
+            self._expect(announced, 0.0)
         order, known = announced.order, announced.ticket
         if (order.owner, order.digests, order.tails, order.users) != (ticket.worker, b"".join(names), tails, users) or (
             known is not None and _content(known) != _content(ticket)

@@ -534,18 +534,21 @@ class DisaggCoordinator:
             if running.request.media and self._info.media_with_kv and not await self._embeddings.load(running, None):
                 self.release_input(prefilled)
                 return
+            if self._replaced(running):
+                self.release_input(prefilled)
+                self._terminal.requeue(running, OTHER_WEIGHTS)
+                return
             running.fetching = prefilled.ticket
             for sequence in running.sequences if prefilled.started_ns else ():  # else handed over ahead of the prompt
                 sequence.adopted_cached = prefilled.cached
             self._submit(running, opaque=prefilled.opaque)
             return
         reservation: BlockReservation | None = None
-        revision = self._context.model.revision
         try:
             reservation = await self._fetch_kv(running, prefilled.ticket)
         finally:
             self.release_input(prefilled)
-        replaced = self._context.model.revision != revision  # the weights, meanwhile
+        replaced = self._replaced(running)
         if replaced or not self._requests.is_current(running):
             if reservation is not None:
                 unused = reservation
@@ -558,6 +561,10 @@ class DisaggCoordinator:
             self._submit(running, reservation)
         else:
             await self.load_embeddings(running, None)
+
+    def _replaced(self, running: RunningRequest) -> bool:
+        """Whether the weights were, since the request came, which may have waited for its constraint or its KV."""
+        return self._context.model.revision != running.revision
 
     def release_input(self, stage_input: StageInput) -> None:
         """Release the previous stage's blocks: they are no longer needed."""

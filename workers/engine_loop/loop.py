@@ -124,7 +124,7 @@ LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 # How much later a step is planned if a sequence is expected meanwhile, and how late that may be. Otherwise the sequence
 # would wait for a whole step.
-MOST_HELD_S, EXPECTED_LATE_S = 0.0035, 0.001
+MOST_HELD_S, EXPECTED_LATE_S = 0.004, 0.001
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 
@@ -218,7 +218,7 @@ class EngineLoop:
         self._lead_is_all = False  # the step in flight is no longer than that: the next is planned immediately
         self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
-        self._expected_at = 0.0  # a sequence with a reservation is submitted about then, by the clock; 0: none is
+        self._expected: dict[str, float] = {}  # requests that are submitted about then, by the clock
         self._held = False  # the next step is planned later for it
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
@@ -242,12 +242,17 @@ class EngineLoop:
 
         self._commands.put(run)
 
-    def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
-        """Submit all sequences of a request. If the engine refuses one, none runs, and ``refused`` is called."""
+    def submit(
+        self, requests: list[SequenceRequest], refused: Callable[[RequestError], None], expected: str = ""
+    ) -> None:
+        """Submit all sequences of a request. If the engine refuses one, none runs, and ``refused`` is called.
+
+        Args:
+            expected: the request, if ``expect`` was called for it.
+        """
 
         def run(engine: Engine) -> None:
-            if requests[0].reservation is not None:
-                self._expected_at = 0.0
+            self._expected.pop(expected, None)
             done: list[SequenceRequest] = []
             try:
                 for request in requests:
@@ -335,9 +340,16 @@ class EngineLoop:
 
         self._commands.put(run)
 
-    def expect(self, within_s: float) -> None:
-        """A sequence with a reservation is probably submitted then: a step planned just before may wait for it."""
-        self._expected_at = self._clock() + within_s
+    def expect(self, request: str, within_s: float) -> None:
+        """A request is probably submitted then: a step planned just before may wait for it."""
+        at = self._clock() + within_s
+
+        def run(engine: Engine) -> None:
+            now = self._clock() - EXPECTED_LATE_S
+            self._expected = {each: when for each, when in self._expected.items() if when > now}
+            self._expected[request] = at
+
+        self._commands.put(run)
 
     def wake(self) -> None:
         """Check whether the engine has work."""
@@ -445,11 +457,13 @@ class EngineLoop:
     def _early_s(self) -> float:
         """For how long the next step is not planned yet."""
         now, latest = self._clock(), self._plan_at + MOST_HELD_S
-        until = min(self._expected_at + EXPECTED_LATE_S, latest)
-        if not self._plan_at or now < self._plan_at or self._expected_at > latest or now >= until:
+        if not self._plan_at or now < self._plan_at or now >= latest:
+            return self._plan_at - now
+        until = max((at for at in self._expected.values() if at <= latest), default=0.0) + EXPECTED_LATE_S
+        if now >= until:
             return self._plan_at - now
         self._held = True
-        return until - now
+        return min(until, latest) - now
 
     def _plan_late(self, now: float, ahead_s: float | None, *, prompts: bool) -> None:
         """Set when the next step is planned.

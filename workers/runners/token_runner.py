@@ -289,7 +289,9 @@ class TokenRunner:
     def admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
         if request.output:
             raise ValueError("this worker generates tokens, and the request is for something else")
-        return admit(job, request, delivery, self._context.model.detokenizer)
+        running = admit(job, request, delivery, self._context.model.detokenizer)
+        running.revision = self._context.model.revision
+        return running
 
     async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
         if self._weights is not None and (drew := self._other_weights(running)) is not None:
@@ -403,7 +405,7 @@ class TokenRunner:
             self.publisher.trace_first_token(running)
         if reservation is not None:
             self._engine.call(lambda engine: kv_transfer_of(engine).adopt(reservation))
-        self._engine.submit(submitted, lambda error: self._on_refused(running, error))
+        self._engine.submit(submitted, lambda error: self._on_refused(running, error), running.request.id)
 
     def _on_refused(self, running: RunningRequest, error: RequestError) -> None:
         """In the engine thread: the engine takes none of the request's sequences."""

@@ -61,6 +61,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
     handing_off: bool = False  # being handed to the next stage
+    revision: str = ""  # of the weights when it came
     prefilled: bool = False  # by another worker: its times are of there, if it had begun
     grammar: object = None  # keeps the compiled constraint until its sequences have copies of it
     block_wait: BlockWait[Any] | None = None  # for blocks, into which data from another worker comes

@@ -22,12 +22,13 @@ from nats.js.errors import NotFoundError
 from penstock.configs.settings import NatsSettings
 from penstock.infra.bus import object_store
 from penstock.infra.bus.connection import connect as open_bus
-from penstock.infra.nats_server import server
+from penstock.infra.bus.puller import config_of
+from penstock.infra.nats_server import apply_streams, server
 from penstock.infra.nats_server.apply_streams import SET_BY_OPERATOR, apply, metadata_of, stream_configs, widened
 from penstock.infra.nats_server.binary import ServerFailed, find_server, parse_version
 from penstock.infra.nats_server.config import USERS, ServerConfig, render
 from penstock.infra.nats_server.datadir import DataDirBusy, Lock, load_secrets
-from penstock.infra.nats_server.jetstream_api import BrokerProblem, request
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, Config, existing_info, request
 from penstock.infra.nats_server.permissions import BROKER_ROLES, permissions
 from penstock.infra.nats_server.retention import set_limits
 from penstock.infra.nats_server.server import EmbeddedNats, memory_bytes, was_started_with, with_memory_limit
@@ -352,6 +353,27 @@ async def test_applying_widens_and_says_what(nc: Client, pipeline: Subjects) -> 
     await js.update_stream(config.evolve(max_bytes=1 << 20, allow_direct=False))
     assert await apply(nc, topology(pipeline)) == [f"updated {name}: allow_direct, max_bytes"]
     assert (await js.stream_info(name)).state.messages == 1
+
+
+async def test_a_consumer_that_a_router_makes_again_meanwhile_is_left_to_it(
+    nc: Client, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`streams apply` failed: "deliver policy can not be updated"."""
+    label = f"{pipeline.stream('REQUESTS')}.router-batch"
+    [spec] = [each for each in topology(pipeline).consumers if f"{each.stream}.{each.name}" == label]
+    await request(nc, f"CONSUMER.DELETE.{label}", {})
+    config = config_of(spec) | {"deliver_policy": "by_start_sequence", "opt_start_seq": 1}
+
+    async def overtaken(nc: Client, verb: str, not_found: int) -> Config | None:
+        found = await existing_info(nc, verb, not_found)
+        if found is None:
+            await request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": config})
+        return found
+
+    monkeypatch.setattr(apply_streams, "existing_info", overtaken)
+    assert await apply(nc, topology(pipeline)) == []
+    found = await request(nc, f"CONSUMER.INFO.{label}", {})
+    assert found["config"]["deliver_policy"] == "by_start_sequence"
 
 
 async def test_streams_say_how_their_messages_are_encoded_and_what_they_are(nc: Client, pipeline: Subjects) -> None:

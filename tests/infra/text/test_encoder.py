@@ -1,4 +1,5 @@
 import json
+from array import array
 from functools import cache
 from pathlib import Path
 
@@ -105,7 +106,12 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 spaced = st.lists(
-    st.one_of(texts, st.sampled_from(["the ", "cat sat ", "it's a ", "x \n y ", "one two ", "a<|im_end|>b "]))
+    st.one_of(
+        texts,
+        st.sampled_from(
+            ["the ", "cat sat ", "it's a ", "x \n y ", "one two ", "a<|im_end|>b ", "à la ", "x e\u0301 o "]
+        ),
+    )
 )
 
 
@@ -113,12 +119,14 @@ spaced = st.lists(
     pattern=st.sampled_from([QWEN, GPT_OSS, "", INCOMPLETE]),
     beginning=spaced.map("".join),
     ends=st.tuples(texts, texts),
+    most=st.sampled_from([0, 20, 1000]),
 )
 def test_texts_that_begin_alike_share_pieces_and_have_the_tokenizers_ids(
-    pattern: str, beginning: str, ends: tuple[str, str]
+    pattern: str, beginning: str, ends: tuple[str, str], most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_encoder, "PIECE", 5)
+        patch.setattr(text_encoder, "NEW_TEXT", most)
         for text in (beginning + ends[0], beginning + ends[1], beginning + ends[0]):
             assert list(encoder(pattern).encode(text, special=False)) == expected(tokenizer(pattern), text)
 
@@ -134,6 +142,22 @@ def test_a_piece_is_kept_from_the_second_time_on() -> None:
     ids = fresh.encode(prompt + "three", special=False)
     assert fresh.known_pieces.size_bytes == kept
     assert list(ids) == expected(model.tokenizer, prompt + "three")
+
+
+def test_what_is_new_in_a_long_text_is_left_to_the_tokenizer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_encoder, "NEW_TEXT", 2_000)
+    model, asked = bundled(modeldir.DEMO), list[int]()
+
+    class Counting(TextEncoder):
+        def _tokenize(self, texts: list[str], special: bool) -> "list[array[int]]":
+            asked.append(len(texts))
+            return super()._tokenize(texts, special)
+
+    fresh = Counting(model.tokenizer)
+    text = "".join(f"this is sentence {number} of many, and a déjà-vu\n" for number in range(200))
+    for _ in range(3):
+        assert list(fresh.encode(text, special=False)) == expected(model.tokenizer, text)
+    assert asked[0] == asked[2] == 1 < asked[1]  # what is kept is encoded by itself, and then known
 
 
 def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,7 +277,7 @@ async def test_a_killed_workers_request_is_made_by_another_one(
     studio: httpx.AsyncClient, bus: Bus, fast: Deployment, models: tuple[Path, Path], workers: list[Process]
 ) -> None:
     workers.append(fast.also("worker", *COMMON, "--model", str(models[0]), "--served-model-name", "painter,artist"))
-    workers[-1].wait_for("worker_registered")
+    await asyncio.to_thread(workers[-1].wait_for, "worker_registered")  # ``bus`` has to answer pings meanwhile
     short = LONG | {"n": 1, "num_inference_steps": 32, "seed": 5, "user": "survivor"}
     asking = asyncio.create_task(studio.post(IMAGES, json=short, timeout=60))
     request_id, worker = await begun(bus, studio, "survivor")

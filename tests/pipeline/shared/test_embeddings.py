@@ -224,7 +224,7 @@ async def test_a_gateway_that_starts_while_no_worker_of_a_model_is_there_asks_fo
 ) -> None:
     common = ("--role", "embed", "--engine", "mock", "--model", str(MODEL), "--mock-speedup", "0", "--drain-s", "1")
     worker = fast.also("worker", *common, "--served-model-name", "passing")
-    worker.wait_for("worker_registered")
+    await asyncio.to_thread(worker.wait_for, "worker_registered")
     body = {"model": "passing", "input": "hello"}
 
     async def answered() -> bool:
@@ -232,9 +232,9 @@ async def test_a_gateway_that_starts_while_no_worker_of_a_model_is_there_asks_fo
 
     await until(answered, "the gateway knows the model")
     worker.ask_to_stop()
-    worker.wait()
+    await asyncio.to_thread(worker.wait)
     gateway = fast.also("gateway", "--model", str(MODEL), "--http-port", "0")
-    gateway.wait_for("gateway_listening")
+    await asyncio.to_thread(gateway.wait_for, "gateway_listening")
     port = next(each["port"] for line in gateway.log.read_text().splitlines() if "port" in (each := json.loads(line)))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
         refused = await client.post(PATH, json=body)

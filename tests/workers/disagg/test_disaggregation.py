@@ -699,17 +699,18 @@ async def test_all_layers_but_the_last_are_read_while_that_is_computed(
     await pair.free()
 
 
-async def test_a_long_prompts_request_is_expected_as_long_after_its_last_layers_as_the_last_one_came(
+async def test_a_long_prompts_request_is_expected_as_long_after_its_layers_as_the_last_one_came(
     log: LogClient,
     pair: Pair,
     unsent: asyncio.Event,
     last_layer: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected: list[float] = []
-    monkeypatch.setattr(announced(pair)._engine, "expect", expected.append)
+    expected: list[tuple[str, float]] = []
+    monkeypatch.setattr(announced(pair)._engine, "expect", lambda *each: expected.append(each))
+    requests = []
     for number in range(2):
-        asked = request([*PROMPT[:-1], number])
+        requests.append(asked := request([*PROMPT[:-1], number]))
         unsent.clear()
         last_layer.clear()
         await leading_read(log, pair, asked)
@@ -719,9 +720,11 @@ async def test_a_long_prompts_request_is_expected_as_long_after_its_last_layers_
         unsent.set()
         await log.end(asked)
         assert log.streamed(asked) == answer(asked)
-    first, second, third = expected
-    assert first == third == block_reserver.SUBMIT_S  # both requests have come
-    assert block_reserver.SUBMIT_S < second <= block_reserver.SUBMIT_S + block_reserver.MOST_BEHIND_S
+    assert [who for who, _ in expected] == [requests[0].id, *[requests[1].id] * 3]
+    first, leading, whole, last = [within_s for _, within_s in expected]
+    assert first == last == block_reserver.SUBMIT_S  # both requests have come
+    assert block_reserver.SUBMIT_S < whole <= block_reserver.SUBMIT_S + block_reserver.MOST_BEHIND_S
+    assert leading > whole
 
 
 async def test_all_layers_are_read_at_once_where_blocks_are_reserved_only_then(log: LogClient, pair: Pair) -> None:

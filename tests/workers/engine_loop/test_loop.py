@@ -403,45 +403,34 @@ def test_a_step_waits_for_a_sequence_that_is_expected_within_milliseconds() -> N
         made.now += pause()
     until_planned()
     steps, lead_s = made.steps, loop._lead_s
-    loop.expect(MOST_HELD_S / 2)
+    loop.expect("request", MOST_HELD_S / 2)
     assert pause() == pytest.approx(MOST_HELD_S / 2 + EXPECTED_LATE_S)
     made.now += 0.001
-    loop.submit([sequence(new_choice("another"), [3, 4], 9)], refuse)
+    loop.submit([sequence(new_choice("another"), [3, 4], 9)], refuse, "another")
     assert pause() == pytest.approx(MOST_HELD_S / 2 + EXPECTED_LATE_S - 0.001, abs=1e-6)
     assert made.steps == steps
-    loop._expected_at = 0.0  # as a submission with a reservation does
+    loop.expect("request", MOST_HELD_S / 4)  # it is known better
+    assert pause() == pytest.approx(MOST_HELD_S / 4 + EXPECTED_LATE_S, abs=1e-6)
+    loop.submit([sequence(new_choice("expected"), [5, 6], 9)], refuse, "request")
     pause()
     assert made.steps > steps
     assert loop._lead_s == lead_s  # why that one was late says nothing of later ones
 
     until_planned()
     steps = made.steps
-    loop.expect(MOST_HELD_S + 0.001)  # too late to wait for
+    loop.expect("request", MOST_HELD_S + 0.001)  # too late to wait for
     pause()
     assert made.steps > steps
 
     until_planned()
     steps = made.steps
-    loop.expect(0.001)
-    made.now += pause()  # it did not come
+    loop.expect("request", 0.001)
+    loop.expect("next", 0.002)
+    assert pause() == pytest.approx(0.002 + EXPECTED_LATE_S)
+    loop.submit([sequence(new_choice("next"), [7, 8], 9)], refuse, "next")
+    made.now += pause()  # the other did not come
     pause()
     assert made.steps > steps
-
-
-def test_what_is_submitted_with_a_reservation_was_expected() -> None:
-    loop = EngineLoop()
-    made = Counted(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)))
-    loop.expect(10.0)
-    assert made.kv_transfer is not None
-    reservation = made.kv_transfer.reserve([], 1, 1, 2)
-    assert reservation is not None
-    made.kv_transfer.adopt(reservation)
-    adopted = SequenceRequest(
-        new_choice("adopted"), [3, 4], Sampling(), Stop(9), generated=[5], reservation=reservation
-    )
-    loop.submit([adopted], refuse)
-    loop.advance(made)
-    assert not loop._expected_at
 
 
 @pytest.mark.parametrize("step_s", [0.012, 0.0045, 0.002])
