@@ -79,13 +79,22 @@ class BlockReserver:
     def free(self, free: Callable[[Engine], object]) -> None:
         self._engine.call(free)
 
-    def free_when_settled(self, settled: "Future[None]", free: Callable[[Engine], object]) -> None:
-        """Free blocks that a transfer may still write, once it has ended."""
-        settled.add_done_callback(lambda _: self._engine.call(free))
+    @contextmanager
+    def freed_if_it_fails(self, free: Callable[[Engine], object]) -> Iterator[None]:
+        """Free the blocks of a failed transfer: once it has ended, or after the quarantine if its state is unknown."""
+        try:
+            yield
+        except TransferError as error:
+            error.settled.add_done_callback(lambda _: self._engine.call(free))
+            raise
+        except BaseException:
+            asyncio.get_running_loop().call_later(self._quarantine_s, self._engine.call, free)
+            raise
 
-    def free_after_quarantine(self, free: Callable[[Engine], object]) -> None:
-        """Free blocks of a transfer whose state is unknown."""
-        asyncio.get_running_loop().call_later(self._quarantine_s, self._engine.call, free)
+
+def freeing(reservation: BlockReservation) -> Callable[[Engine], object]:
+    """Frees the blocks, in the engine thread."""
+    return lambda engine: kv_transfer_of(engine).release(reservation)
 
 
 ANNOUNCED_S = 5.0  # from the announcement of a prompt to its end if that is unknown, and from there to its request
@@ -247,12 +256,9 @@ class AnnouncedPrompts:
         reservation = reserved
         positions, local = to_read(reservation)
 
-        def free(engine: Engine) -> None:
-            kv_transfer_of(engine).release(reservation)
-
-        leading = NO_LAYERS
+        free, leading = freeing(reservation), NO_LAYERS
         if layers and positions and not announced.whole.done():
-            with self._freed_if_it_fails(free):
+            with self._reserver.freed_if_it_fails(free):
                 leading = await self._reader.fetch_leading(ticket, positions, local, layers)
         try:
             whole = await announced.whole
@@ -262,21 +268,9 @@ class AnnouncedPrompts:
         if whole is not None and (positions or reservation.fills):
             if _content(whole) != _content(ticket):  # it was computed again, into other blocks
                 leading = NO_LAYERS
-            with self._freed_if_it_fails(free):
+            with self._reserver.freed_if_it_fails(free):
                 await self._reader.fetch(whole, positions, local, reservation.fills, leading=leading)
         return reservation
-
-    @contextmanager
-    def _freed_if_it_fails(self, free: Callable[[Engine], object]) -> Iterator[None]:
-        """Free the blocks of a failed transfer, once nothing writes to them."""
-        try:
-            yield
-        except TransferError as error:
-            self._reserver.free_when_settled(error.settled, free)
-            raise
-        except BaseException:
-            self._reserver.free_after_quarantine(free)
-            raise
 
     def _free(self, announced: _Announced) -> None:
         """Free the blocks, once nothing writes to them."""
@@ -289,7 +283,7 @@ class AnnouncedPrompts:
                 return
             reservation = None if answer.cancelled() or answer.exception() else answer.result()
             if reservation is not None:
-                self._engine.call(lambda engine: kv_transfer_of(engine).release(reservation))
+                self._engine.call(freeing(reservation))
 
         (announced.reading or announced.wait.answer).add_done_callback(free)
 

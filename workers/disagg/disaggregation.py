@@ -29,7 +29,7 @@ from penstock.schemas.fleet import ConnectorUse
 from penstock.schemas.jobs import Stage
 from penstock.schemas.subjects import HEADER_LOAD
 from penstock.schemas.transfer import PREFIX, Encoded, Prefilled, Ticket
-from penstock.workers.disagg.block_reserver import AnnouncedPrompts, BlockReserver, to_read
+from penstock.workers.disagg.block_reserver import AnnouncedPrompts, BlockReserver, freeing, to_read
 from penstock.workers.disagg.embedding_stage import EmbeddingStage
 from penstock.workers.disagg.ledger import TransferLedger
 from penstock.workers.disagg.owner import Owner
@@ -313,20 +313,13 @@ class DisaggCoordinator:
             if reservation is None:
                 raise TransferError("refused", "there are too few free blocks here")
             blocks = len(names) - reservation.have
-            try:
+            with self.reserver.freed_if_it_fails(freeing(reservation)):
                 if not (blocks or reservation.fills):
                     raise TransferError("stale", "the prefix was computed here meanwhile")
                 positions = range(reservation.have, len(names))
                 local = reservation.blocks[reservation.have :]
                 computing_s = self._computing_s(size * blocks)
                 moved = await reader.fetch(ticket, positions, local, reservation.fills, within_s, computing_s)
-            except TransferError as error:
-                free = lambda engine: kv_transfer_of(engine).release(reservation)  # noqa: E731
-                self.reserver.free_when_settled(error.settled, free)
-                raise
-            except BaseException:
-                self.reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
-                raise
         finally:
             reader.release(ticket)
         self.reserver.free(lambda engine: _enter_cache(kv_transfer_of(engine), reservation))
@@ -551,8 +544,7 @@ class DisaggCoordinator:
         replaced = self._replaced(running)
         if replaced or not self._requests.is_current(running):
             if reservation is not None:
-                unused = reservation
-                self.reserver.free(lambda engine: kv_transfer_of(engine).release(unused))
+                self.reserver.free(freeing(reservation))
             if replaced and self._requests.is_current(running):
                 self._terminal.requeue(running, OTHER_WEIGHTS)
         elif reservation is not None or not running.request.media:
@@ -615,13 +607,10 @@ class DisaggCoordinator:
         positions, local = to_read(reservation)
         try:
             if positions or reservation.fills:
-                await self.reader.fetch(ticket, positions, local, reservation.fills)
-        except TransferError as error:
-            self.reserver.free_when_settled(error.settled, lambda engine: kv_transfer_of(engine).release(reservation))
+                with self.reserver.freed_if_it_fails(freeing(reservation)):
+                    await self.reader.fetch(ticket, positions, local, reservation.fills)
+        except TransferError:
             return None
-        except BaseException:
-            self.reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
-            raise
         return reservation
 
 

@@ -197,16 +197,13 @@ class EmbeddingStage:
             at += len(slots)
         free = _free(reservation)
         try:
-            if self._reader is None or at * 4 != len(ticket.blocks):
-                raise TransferError("refused", f"the ticket names {len(ticket.blocks) // 4} slots, {at} are needed")
-            running.media = None  # slots that are being written must not be freed
-            await self._reader.fetch(ticket, positions, local)
-        except TransferError as error:
-            self._reserver.free_when_settled(error.settled, free)
+            with self._reserver.freed_if_it_fails(free):
+                if self._reader is None or at * 4 != len(ticket.blocks):
+                    raise TransferError("refused", f"the ticket names {len(ticket.blocks) // 4} slots, {at} are needed")
+                running.media = None  # slots that are being written must not be freed
+                await self._reader.fetch(ticket, positions, local)
+        except TransferError:
             return await self._reserve_slots(running) if self._requests.is_current(running) else None
-        except BaseException:
-            self._reserver.free_after_quarantine(free)
-            raise
         if not self._requests.is_current(running):
             self._reserver.free(free)
             return None
