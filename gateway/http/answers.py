@@ -76,7 +76,7 @@ class HttpExchange(NamedTuple):
 
 
 SendError = Callable[[asgi.Send, ServingError, str], Awaitable[None]]  # (send, error, id of the accepted request or "")
-BatchAnswer = Callable[
+BodyAnswer = Callable[
     [Gateway, bytes, asgi.ClientIds, Callable[[bytes], Awaitable[PreparedRequest]], asgi.Scope, asgi.Send, float],
     Awaitable[str],
 ]
@@ -91,7 +91,8 @@ class Generations:
         endpoint: what ``Gateway.prepare`` makes of the body, as in ``GenerateRequest.endpoint``.
         answer: sends the answer of an accepted request.
         refuse: sends an error in the shape of the API.
-        answer_batch: answers a body that makes several requests; returns the code for the metrics, "": it makes one.
+        answer_body: answers a body that does not make one request, such as several prompts; returns the code for the
+            metrics, "": it makes one.
     """
 
     def __init__(
@@ -100,13 +101,13 @@ class Generations:
         endpoint: str,
         answer: Answer,
         refuse: "SendError | None" = None,
-        answer_batch: "BatchAnswer | None" = None,
+        answer_body: "BodyAnswer | None" = None,
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._answer = answer
         self._send_error = refuse or send_error
-        self._answer_batch = answer_batch
+        self._answer_body = answer_body
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         gateway = self._gateway
@@ -126,10 +127,10 @@ class Generations:
                 send = asgi.with_header(send, IGNORED_OPTIONS, listed(ignored).encode())
             names = asgi.read_client_ids(scope["headers"])
             prepare_body = partial(self._prepare, scope, names, reserved)
-            if self._answer_batch:
-                batch = await self._answer_batch(gateway, body, names, prepare_body, scope, send, began)
-                if batch:
-                    code = batch
+            if self._answer_body:
+                answered = await self._answer_body(gateway, body, names, prepare_body, scope, send, began)
+                if answered:
+                    code = answered
                     return
             prepare = partial(prepare_body, body)
             if names.key:

@@ -52,7 +52,7 @@ from penstock.gateway.http.batches import FilesAndBatches
 from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_images, base_url
 from penstock.gateway.http.ollama import OllamaModels, answer_load, asks_ollama, send_ollama_error
 from penstock.gateway.http.openapi import document
-from penstock.gateway.http.prompt_batch import answer_prompts
+from penstock.gateway.http.prompt_list import answer_prompts
 from penstock.gateway.http.request_list import final_state, status_of
 from penstock.gateway.http.server import SCOPE, HttpConnection
 from penstock.gateway.http.stored_responses import StoredResponses, answer_response
@@ -290,7 +290,7 @@ def _answering(gateway: Gateway) -> dict[str, asgi.App]:
     """Endpoints that answer a body, by path."""
     return {
         "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
-        "/v1/completions": Generations(gateway, COMPLETION, answer_text, answer_batch=answer_prompts),
+        "/v1/completions": Generations(gateway, COMPLETION, answer_text, answer_body=answer_prompts),
         "/v1/responses": Generations(gateway, RESPONSE, answer_response),
         "/v1/responses/compact": Generations(gateway, COMPACTION, answer_text),
         "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),

@@ -73,8 +73,8 @@ async def answer_load(
     send: Send,
     began: float,
 ) -> str:
-    """Answer a body without messages or prompt, with which clients load a model or let it go. Implements
-    ``penstock.gateway.http.answers.BatchAnswer``.
+    """Answer a body without messages or prompt, with which clients load a model or unload it. Implements
+    ``penstock.gateway.http.answers.BodyAnswer``.
 
     Raises:
         ServingError: the body is malformed, or its model is not there.

@@ -1,7 +1,7 @@
 """Answers a completion of several prompts: a request for each, in the log and for its worker, and one answer.
 
-``split_prompts`` makes a body for each prompt; ``merge_answers`` and ``BatchRenderer`` make one answer of theirs. These
-are pure.
+``split_prompts`` makes a body for each prompt; ``merge_answers`` and ``PromptListRenderer`` make one answer of theirs.
+These are pure.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ class _PromptStream:
         self._inflights = inflights
         self._send = send
         requests = [inflight.request for inflight in inflights]
-        self._renderer = BatchRenderer(requests, detokenizer, include_usage=include_usage)
+        self._renderer = PromptListRenderer(requests, detokenizer, include_usage=include_usage)
         self._turn = asyncio.Lock()  # of the connection
         self._idle = IdleTimer(gateway.settings.stream_ping_s, self._nudge)
         self._clocks = [StreamClock(self._metrics, began) for _ in inflights]
@@ -297,7 +297,7 @@ def _numbered(index: int, choice: Raw) -> Raw:
 _EVENT_ID = re.compile(rb"(?m)^id: [^\n]*\n")
 
 
-class BatchRenderer:
+class PromptListRenderer:
     """One stream of the answers of several prompts: their events as they come, with choices numbered on.
 
     Events have no ids: no single request has the whole stream, so it cannot be continued elsewhere.

@@ -74,7 +74,6 @@ _MADE_ASKS = (
     "I want to {v} the {n}, {p}.",
     "{V} the {n}. Use {p}.",
 )
-_RESULTS = ("It is {r}.", "The result is {r}.", "Done: {r}.")
 
 
 def json_answer(rng: Random, held: bool) -> Sample:

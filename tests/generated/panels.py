@@ -7,7 +7,6 @@ SCHEMA = 39  # Grafana 10.4 and later; earlier ones read it, and ignore what the
 WIDTH = 24  # columns of a dashboard
 HEIGHT = 8  # rows of a panel
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-LINKS = {"type": "dashboards", "tags": ["penstock"], "title": "Penstock", "asDropdown": True, "keepTime": True}
 SELECT = 'namespace=~"$namespace",model=~"$model"'
 PLACE = 'namespace=~"$namespace"'  # of series without a model
 

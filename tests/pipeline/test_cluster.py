@@ -26,7 +26,6 @@ CASES = [(how, name) for name in ALL for how in ("kill", "stop")]
 LONG = os.environ.get("PENSTOCK_CLUSTER") == "all"
 if not LONG:
     CASES = [("kill", "ps_TOKENS")]
-COMPACTED_S = 300.0  # a node compacts its replication logs every 2 minutes and a bit
 pytestmark = pytest.mark.timeout(180)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.base.event_stream import COMMENT
 from penstock.gateway.http.asgi import ClientIds
-from penstock.gateway.http.prompt_batch import (
+from penstock.gateway.http.prompt_list import (
     MAX_PROMPTS,
-    BatchRenderer,
+    PromptListRenderer,
     _PromptStream,
     answer_prompts,
     merge_answers,
@@ -57,7 +57,7 @@ def test_too_many_prompts_are_refused() -> None:
 def test_a_stream_has_each_prompts_choices_under_their_own_index_one_usage_and_one_end() -> None:
     first = request("text", parsing=None)
     requests = [msgspec.structs.replace(first, n=2), msgspec.structs.replace(first, id="other", n=2)]
-    renderer = BatchRenderer(requests, DETOKENIZER, include_usage=True)
+    renderer = PromptListRenderer(requests, DETOKENIZER, include_usage=True)
     data = b""
     for place, choice in ((1, 0), (0, 1), (1, 1), (0, 0)):
         assert not renderer.ended(place)
@@ -83,7 +83,7 @@ def test_a_stream_has_each_prompts_choices_under_their_own_index_one_usage_and_o
 
 
 def test_a_failed_prompt_ends_the_stream() -> None:
-    renderer = BatchRenderer([request("text", parsing=None)] * 2, DETOKENIZER)
+    renderer = PromptListRenderer([request("text", parsing=None)] * 2, DETOKENIZER)
     failed = TokenItem(ID, 1, 0, 0, b"", Finish("error", None, 0, "worker_lost", "gone"))
     with pytest.raises(ServingError, match="gone"):
         renderer.push(1, [failed])
@@ -113,7 +113,7 @@ def test_a_body_that_is_nested_too_deeply_is_left_to_the_parser() -> None:
     assert split_prompts(b'{"prompt": ' + b"[" * 100_000) == ()
 
 
-async def test_each_prompt_of_a_batch_waits_for_its_portion() -> None:
+async def test_each_prompt_of_a_list_waits_for_its_portion() -> None:
     steps: list[str] = []
     gateway = MagicMock()
 
@@ -133,7 +133,7 @@ async def test_each_prompt_of_a_batch_waits_for_its_portion() -> None:
 
 
 async def test_a_stream_of_several_prompts_sends_comments_while_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.gateway.http.prompt_batch.HEAD_S", 0.001)
+    monkeypatch.setattr("penstock.gateway.http.prompt_list.HEAD_S", 0.001)
     asked = [msgspec.structs.replace(request("text", parsing=None), id=f"r{number}") for number in range(3)]
     inflights = [InflightRequest(each) for each in asked]
     sent, seen = bytearray(), asyncio.Event()
