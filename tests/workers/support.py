@@ -436,16 +436,16 @@ class WorkerHarness:
         async def obey(message: Any) -> None:
             order = control.decode_worker(message.data)
             if isinstance(order, control.DumpKv):
-                await message.respond(wire.encode(await session.dump(order.page)))
+                await message.respond(wire.encode(await session.runner.dump(order.page)))
             elif isinstance(order, control.Push):
-                pushing = asyncio.create_task(session.push(order))
+                pushing = asyncio.create_task(session.runner.push(order))
                 pushing.add_done_callback(
                     lambda task: asyncio.ensure_future(message.respond(wire.encode(task.result())))
                 )
             elif isinstance(order, control.PinPrefix):
-                await message.respond(wire.encode(session.pin_prefix(order)))
+                await message.respond(wire.encode(session.runner.pin_prefix(order)))
             elif isinstance(order, control.Release):
-                await message.respond(wire.encode(session.release(order)))
+                await message.respond(wire.encode(session.runner.release(order)))
 
         self._controls.append(await self.bus.nc.subscribe(self.bus.subjects.control(session.id), cb=obey))
         await session.open()

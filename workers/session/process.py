@@ -506,19 +506,19 @@ class WorkerProcess:
 
     async def _control(self, session: WorkerSession, order: control.WorkerControl) -> bytes:
         if isinstance(order, control.DumpKv):
-            return wire.encode(await session.dump(order.page))
+            return wire.encode(await session.runner.dump(order.page))
         if isinstance(order, control.Drain):
             self._drained_status = control.DRAINED if order.stay_down else EXIT_OK
             self._stopping.ask()
             return wire.encode(control.Ok())
         if isinstance(order, control.Sleep | control.Wake):
-            return wire.encode(await session.rest(order))
+            return wire.encode(await session.runner.rest(order))
         if isinstance(order, control.RecordTrace):
-            return wire.encode(await session.profile(order))
+            return wire.encode(await session.runner.profile(order))
         if isinstance(order, control.Push):
-            return wire.encode(await session.push(order))
+            return wire.encode(await session.runner.push(order))
         if isinstance(order, control.PinPrefix):
-            return wire.encode(session.pin_prefix(order))
+            return wire.encode(session.runner.pin_prefix(order))
         if isinstance(order, control.Reserve | control.Fetch):  # which ``DisaggCoordinator`` reads itself
             return b""
-        return wire.encode(session.release(order))
+        return wire.encode(session.runner.release(order))

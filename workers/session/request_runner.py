@@ -124,13 +124,16 @@ class RequestRunner(Protocol):
         """Called several times a second."""
 
     async def dump(self, page: int) -> KvDump:
-        """A page of the names in the prefix cache."""
+        """A page of the names in the prefix cache; empty for a worker without one."""
 
-    def release(self, order: control.Release) -> control.Ok: ...
+    def release(self, order: control.Release) -> control.Ok:
+        """A reader no longer needs blocks that are pinned for it."""
 
-    async def push(self, order: control.Push) -> control.Pushed: ...
+    async def push(self, order: control.Push) -> control.Pushed:
+        """Write blocks that are pinned for a reader into its memory."""
 
-    def pin_prefix(self, order: control.PinPrefix) -> control.PrefixPinned: ...
+    def pin_prefix(self, order: control.PinPrefix) -> control.PrefixPinned:
+        """Pin blocks of the prefix cache for another worker."""
 
     async def rest(self, order: control.Sleep | control.Wake) -> control.Ok:
         """Move the weights to host memory, or back."""

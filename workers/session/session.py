@@ -26,10 +26,9 @@ from penstock.infra.bus.memory_storage import ContentReader, MemoryStreams, fetc
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.puller import ACK, is_of, make_again, present, sequence
 from penstock.infra.process.turns import TimeSlice
-from penstock.schemas import contents, control, fleet, jobs, requests
+from penstock.schemas import contents, fleet, jobs, requests
 from penstock.schemas.done import MadeWith
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.kv import KvDump
 from penstock.schemas.subjects import HEADER_PART, Subjects
 from penstock.schemas.tokens import ANOTHER_MODEL, TokenBatch, TokenItem
 from penstock.schemas.trace import wanted
@@ -598,32 +597,6 @@ class WorkerSession:
         await self.contents.close()
         await self.runner.close()
         await self.tasks.aclose()  # the router that recovers the requests reads from the log what was stored
-
-    # --- control requests ---
-
-    async def dump(self, page: int) -> KvDump:
-        """A page of the names in the prefix cache; empty for a worker without one."""
-        return await self.runner.dump(page)
-
-    def release(self, order: control.Release) -> control.Ok:
-        """A reader no longer needs blocks that are pinned for it."""
-        return self.runner.release(order)
-
-    async def push(self, order: control.Push) -> control.Pushed:
-        """Write blocks that are pinned for a reader into its memory."""
-        return await self.runner.push(order)
-
-    def pin_prefix(self, order: control.PinPrefix) -> control.PrefixPinned:
-        """Pin blocks of the prefix cache for another worker."""
-        return self.runner.pin_prefix(order)
-
-    async def rest(self, order: control.Sleep | control.Wake) -> control.Ok:
-        """Move the weights to host memory, or back."""
-        return await self.runner.rest(order)
-
-    async def profile(self, order: control.RecordTrace) -> control.RecordedTrace:
-        """Record a trace of the engine's steps."""
-        return await self.runner.profile(order)
 
 
 def _decode(message: Message) -> _Received | _Revoked:

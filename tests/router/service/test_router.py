@@ -788,7 +788,7 @@ async def test_a_router_that_comes_late_learns_a_worker_by_its_dump(
                 asked = request([i] * 41)
                 await clients.ask(asked)
                 await log.end(asked)
-            held = len({d for event in (await worker.session.dump(0)).events for d in _names(event)})
+            held = len({d for event in (await worker.session.runner.dump(0)).events for d in _names(event)})
             both = [index_of(each.router) for each in (early, late)]
             await eventually(lambda: [index.held((worker.id, 0)) for index in both] == [held, held])
             await eventually(lambda: both[0].checksum() == both[1].checksum())

@@ -191,7 +191,7 @@ async def test_requests_wait_for_each_other_and_the_event_loop_for_none(log: Log
     await send(log, worker.id, second)
     await eventually(lambda: len(worker.painter.asked) == 1 and len(worker.session.requests.running) == 2)
     async with asyncio.timeout(30):
-        page = await worker.session.dump(0)  # any order is answered while the engine computes
+        page = await worker.session.runner.dump(0)  # any order is answered while the engine computes
     assert page.events == ()
     worker.painter.release()
     assert [(await log.end(asked)).code for asked in (first, second)] == ["", ""]

@@ -776,9 +776,9 @@ async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
     await eventually(lambda: log.kv and log.kv[-1].seq == worker.loop._output.kv_seq(0) - 1)
     reported = {d for batch in log.kv for event in batch.events for d in _digests(event)}
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: 512))
-    pages = [await worker.session.dump(0)]
+    pages = [await worker.session.runner.dump(0)]
     while pages[-1].next_page:
-        pages.append(await worker.session.dump(pages[-1].next_page))
+        pages.append(await worker.session.runner.dump(pages[-1].next_page))
     assert len(pages) > 1
     assert {d for page in pages for event in page.events for d in _digests(event)} == reported
     assert {(page.worker, page.epoch, page.seq) for page in pages} == {

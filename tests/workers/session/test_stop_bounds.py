@@ -178,7 +178,7 @@ async def test_while_weights_change_the_lease_is_kept_and_a_stop_returns_what_wa
         await eventually(lambda: worker.session is not None and log.registered(worker.session.id) is not None)
         assert worker.session is not None
         name = worker.session.id
-        resting = asyncio.create_task(worker.session.rest(control.Sleep(within_s=10)))
+        resting = asyncio.create_task(worker.session.runner.rest(control.Sleep(within_s=10)))
         await eventually(began.is_set)
         waiting = request(model="tiny")
         await log.send_job(name, waiting)
