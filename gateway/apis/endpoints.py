@@ -106,10 +106,12 @@ _read_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ()) -> Sequence[str]:
-    """Options of a body that have no effect: those of ``unknown_options``, and those that the workers do not apply.
+    """Options of a body that have no effect: names that its API lacks, tools hidden from models, ``unapplied`` ones.
+
+    Options within others have both names, as in "stream_options.include_usage". A body that is no JSON object has none.
 
     Args:
-        unapplied: what workers of the model announce.
+        unapplied: options that workers of the model announce not to apply.
     """
     known = _KNOWN.get(endpoint)
     if known is None:
@@ -130,14 +132,6 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
     if unapplied and (given := names.keys() & unapplied):
         unknown += [name for name in sorted(given) if name in known and bytes(names[name]) != b"null"]
     return unknown
-
-
-def unknown_options(endpoint: str, data: bytes) -> Sequence[str]:
-    """Names in a body that are not options of its API, and tools that are hidden from models.
-
-    Options within others have both names, as in "stream_options.include_usage". Of what is no JSON object, none.
-    """
-    return ignored_options(endpoint, data)
 
 
 def _unknown_within(at: str, value: msgspec.Raw, known: Known) -> list[str]:
@@ -175,7 +169,7 @@ def check_options(endpoint: str, data: bytes) -> None:
     Raises:
         ServingError: invalid_request: an option is unknown.
     """
-    unknown = unknown_options(endpoint, data)
+    unknown = ignored_options(endpoint, data)
     if unknown:
         raise invalid(unknown[0][:64], f"unknown options: {listed(unknown)} (this gateway has --strict-options)")
 

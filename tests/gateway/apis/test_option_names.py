@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.endpoints import MOST, check_options, ignored_options, listed, unknown_options
+from penstock.gateway.apis.endpoints import MOST, check_options, ignored_options, listed
 from penstock.gateway.apis.responses.bodies import LEFT_OUT
 from penstock.gateway.base.request_bodies import CHAT, MESSAGE, RESPONSE
 from penstock.schemas.errors import ServingError
@@ -15,7 +15,7 @@ from penstock.schemas.errors import ServingError
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSE, MESSAGE])
 def test_only_what_no_api_knows_is_unknown(endpoint: str) -> None:
     body = {"model": "m", "stream": True, "metadata": {}, "nosuch": {"temperature": 1}, "temperature": 1}
-    assert unknown_options(endpoint, json.dumps(body).encode()) == ["nosuch"]
+    assert ignored_options(endpoint, json.dumps(body).encode()) == ["nosuch"]
     check_options(endpoint, b'{"model": "m"}')
     with pytest.raises(ServingError, match="unknown options: nosuch") as caught:
         check_options(endpoint, json.dumps(body).encode())
@@ -43,7 +43,7 @@ def test_only_what_no_api_knows_is_unknown(endpoint: str) -> None:
 )  # fmt: skip
 def test_options_within_options_are_named_too(endpoint: str, options: dict[str, object], unknown: list[str]) -> None:
     body = json.dumps({"model": "m", **options}).encode()
-    assert list(unknown_options(endpoint, body)) == unknown
+    assert list(ignored_options(endpoint, body)) == unknown
     if unknown:
         with pytest.raises(ServingError, match="unknown options") as caught:
             check_options(endpoint, body)
@@ -52,16 +52,16 @@ def test_options_within_options_are_named_too(endpoint: str, options: dict[str, 
 
 def test_many_unknown_options_in_a_list_cost_no_more_than_can_be_shown() -> None:
     body = json.dumps({"tools": [{"name": "a", "x": 1}] * 10_000}).encode()
-    assert len(unknown_options(MESSAGE, body)) == MOST + 1
+    assert len(ignored_options(MESSAGE, body)) == MOST + 1
 
 
 @pytest.mark.parametrize("kind", LEFT_OUT)
 def test_tools_that_no_model_is_told_of_are_named(kind: str) -> None:
     body = json.dumps({"model": "m", "tools": [{"type": "function", "name": "f"}, {"type": kind}]}).encode()
-    assert unknown_options(RESPONSE, body) == ["tools[1]"]
+    assert ignored_options(RESPONSE, body) == ["tools[1]"]
     with pytest.raises(ServingError, match=r"unknown options: tools\[1\]"):
         check_options(RESPONSE, body)
-    assert unknown_options(RESPONSE, b'{"tools": ["web_search"], "input": "hi"}') == []
+    assert ignored_options(RESPONSE, b'{"tools": ["web_search"], "input": "hi"}') == []
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSE])
@@ -84,11 +84,11 @@ def test_what_is_no_object_has_no_options(data: bytes) -> None:
     try:
         json.loads(data)
     except (ValueError, RecursionError):
-        assert unknown_options(CHAT, data) == ()
+        assert ignored_options(CHAT, data) == ()
 
 
 def test_a_body_that_is_nested_too_deeply_is_left_to_the_parser() -> None:
-    assert unknown_options(CHAT, b'{"a": ' + b"[" * 100_000) == ()
+    assert ignored_options(CHAT, b'{"a": ' + b"[" * 100_000) == ()
 
 
 @given(st.lists(st.text(max_size=80), max_size=40, unique=True))
@@ -107,6 +107,6 @@ def test_names_that_a_header_cannot_hold_are_counted() -> None:
 @pytest.mark.parametrize("option", ["typical_p", "mirostat", "xtc_probability", "dry_multiplier", "top_a", "tfs_z"])
 def test_sampling_options_that_no_engine_here_honours_are_named(option: str) -> None:
     body = json.dumps({"model": "m", option: 0.5}).encode()
-    assert unknown_options(CHAT, body) == [option]
+    assert ignored_options(CHAT, body) == [option]
     with pytest.raises(ServingError, match=option):
         check_options(CHAT, body)

@@ -7,7 +7,7 @@ import pytest
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage, ContentPart
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
-from penstock.gateway.apis.endpoints import unknown_options
+from penstock.gateway.apis.endpoints import ignored_options
 from penstock.gateway.apis.messages.bodies import parse_message
 from penstock.gateway.apis.messages.objects import message_error
 from penstock.gateway.apis.messages.prepare_message import chat_of, count_message, prepare_message
@@ -153,7 +153,7 @@ def test_tools_that_anthropics_servers_run_are_left_out_beside_others() -> None:
     later = {**TOOL, "name": "later", "defer_loading": True}
     asked: dict[str, Any] = {"tools": [search, later, TOOL]}
     assert [tool["function"]["name"] for tool in chat(**asked).tools or ()] == ["get_weather"]
-    assert unknown_options("message", encoded(**asked)) == ["tools[0].max_uses", "tools[0]"]
+    assert ignored_options("message", encoded(**asked)) == ["tools[0].max_uses", "tools[0]"]
     asked = {"tools": [finder, later, TOOL]}  # nobody searches, so that all are offered
     assert [tool["function"]["name"] for tool in chat(**asked).tools or ()] == ["later", "get_weather"]
 
