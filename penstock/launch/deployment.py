@@ -35,13 +35,14 @@ from penstock.infra.nats_server.datadir import DataDirBusy, DataDirUnusable, Loc
 from penstock.infra.nats_server.disk import DiskWatch
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.server import EmbeddedNats
+from penstock.infra.process.budgets import available_cores, usable_cores
 from penstock.infra.process.child import Process, bound_log
 from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen, claim
 from penstock.infra.process.supervisor import USAGE, Keeper
 from penstock.launch.gateways import AUTO, LOOK_S, CpuMeter, GatewayScaler, gateway_range
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
-from penstock.launch.machine import Listeners, all_cores, check_named, check_startable, cores, free_port, gpus, held_run
+from penstock.launch.machine import Listeners, check_named, check_startable, free_port, gpus, held_run
 from penstock.launch.nats import apply_at, apply_if_lost, connect_operator, copy_tenants, divide_at
 from penstock.launch.plan import (
     LACKING_S,
@@ -276,10 +277,12 @@ class Deployment:
         members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
         self._fleet = fleet_of(settings, members, read_args, _makes_vectors)
         self._chosen = settings.gateways in (AUTO, "0")
-        self._gateways = gateway_range(settings.gateways, all_cores(), sum(each.number for each in self._fleet.groups))
+        self._gateways = gateway_range(
+            settings.gateways, available_cores(), sum(each.number for each in self._fleet.groups)
+        )
         there = read_cells(self.data_dir)
         active = settings.cells or there.active
-        self.settings = settings = sized(settings, self._fleet, all_cores(), there)
+        self.settings = settings = sized(settings, self._fleet, available_cores(), there)
         self._active = active or settings.cells  # of the cells, those that take new requests
         self._subjects = [Subjects(cell_namespace(settings.namespace, cell)) for cell in range(settings.cells)]
         check_named(settings.gpus, self._fleet.groups)
@@ -373,7 +376,7 @@ class Deployment:
                 counts_fd=self._listeners.counts_fd,
                 url=self._url,
                 sys_url=self._sys_url,
-                cores=cores(),
+                cores=usable_cores(),
                 metrics_ports=metrics_ports,
                 gpus=self._gpus,
             )
@@ -622,7 +625,7 @@ class Deployment:
                     self._undrained(),
                     active=self._active,
                     url=self._url,
-                    cores=cores(),
+                    cores=usable_cores(),
                     metrics_ports=self._metrics_ports(0, len(names)),
                     gpus=self._gpus,
                 )

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from penstock.infra.model import modeldir, servable
 from penstock.infra.model.weight_files import is_mistral_format
-from penstock.infra.process.budgets import available_cores, usable_cores
 from penstock.infra.process.sockets import CannotListen, bind, claim, held_ports, listening, own_sockets
 from penstock.launch.groups import PlanError, WorkerGroup
 from penstock.launch.readiness import base_url
@@ -142,16 +141,6 @@ def free_port(preferred: int) -> int:
         with contextlib.suppress(OSError), socket.create_server((_HOST, port)) as listener:
             return int(listener.getsockname()[1])
     return 0
-
-
-def all_cores() -> int:
-    """CPU cores that this process may use, including those that it shares."""
-    return available_cores()
-
-
-def cores() -> int:
-    """CPU cores that native workers may compute on: those that are neither limited nor busy now."""
-    return usable_cores()
 
 
 class Listeners:

@@ -71,13 +71,8 @@ def run(argv: Sequence[str]) -> int:
     if name not in MESSAGES:
         near = closest(name, MESSAGES)
         parser.error(f"no message {name!r}: " + (f"did you mean {near}?" if near else "`penstock schema` lists them"))
-    print(msgspec.json.format(msgspec.json.encode({"$schema": DIALECT} | schema_of(MESSAGES[name]))).decode())
+    print(msgspec.json.format(msgspec.json.encode({"$schema": DIALECT} | msgspec.json.schema(MESSAGES[name]))).decode())
     return 0
-
-
-def schema_of(kind: type[msgspec.Struct]) -> dict[str, object]:
-    """The JSON Schema of a message, of draft 2020-12."""
-    return msgspec.json.schema(kind)
 
 
 def listed() -> str:

@@ -701,11 +701,11 @@ class TokenRunner:
             return control.RecordedTrace(error=f"{order.seconds:g} s cannot be recorded; the limit is {PROFILE_S:g} s")
         if self._profiling:
             return control.RecordedTrace(error="a trace is being recorded already; try again when it has ended")
-        from penstock.workers.engines.native import profiler  # torch
+        from penstock.workers.engines.native.profiler import StepTrace  # torch
 
         self._profiling = True
         try:
-            trace = await asyncio.wrap_future(self._engine.call(lambda engine: profiler.begin()))
+            trace = await asyncio.wrap_future(self._engine.call(lambda engine: StepTrace()))
             try:
                 await asyncio.sleep(order.seconds)
             finally:

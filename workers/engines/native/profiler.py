@@ -1,6 +1,7 @@
 """A trace of the engine's steps, recorded with torch's profiler while the engine serves.
 
-Operators are recorded in the thread that calls ``begin`` only, which is the engine's; kernels of the whole process.
+Operators are recorded only in the thread that makes a ``StepTrace``, which is the engine's; kernels of the whole
+process.
 """
 
 from pathlib import Path
@@ -14,7 +15,11 @@ _last: OwnFolder | None = None  # with this process's last trace
 
 
 class StepTrace:
-    """``end`` in the thread that made it, then ``write`` in any."""
+    """``end`` in the thread that made it, then ``write`` in any.
+
+    Raises:
+        RuntimeError: another profiler is active in this process.
+    """
 
     def __init__(self) -> None:
         cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -39,11 +44,3 @@ class StepTrace:
         path = _last.path / "trace.json.gz"
         self._profile.export_chrome_trace(str(path))
         return path
-
-
-def begin() -> StepTrace:
-    """
-    Raises:
-        RuntimeError: another profiler is active in this process.
-    """
-    return StepTrace()
