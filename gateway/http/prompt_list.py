@@ -19,7 +19,7 @@ from penstock.gateway.apis.endpoints import Aggregator, aggregator_for, encode_a
 from penstock.gateway.base.chat_objects import PromptTokensDetails, UsageBody
 from penstock.gateway.base.event_stream import COMMENT, DONE, error_event, within_lines
 from penstock.gateway.base.gateway_metrics import account
-from penstock.gateway.base.request_bodies import invalid, unsupported
+from penstock.gateway.base.request_bodies import invalid, unsupported, without_lone_surrogates
 from penstock.gateway.http.answers import DISCONNECTED, HEAD_S, JSON, SSE_HEADERS, IdleTimer, StreamClock, id_headers
 from penstock.gateway.http.asgi import ClientIds, Scope, Send
 from penstock.gateway.http.server import SCOPE, HttpConnection
@@ -265,7 +265,7 @@ def split_prompts(data: bytes) -> Sequence[bytes]:
             return ()  # token ids of one prompt, or a mixture
         fields = _fields(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ()
+        return () if (repaired := without_lone_surrogates(data)) == data else split_prompts(repaired)
     if len(prompts) > MAX_PROMPTS:
         raise invalid("prompt", f"prompt has {len(prompts)} prompts; the limit is {MAX_PROMPTS}")
     return [_json(fields | {"prompt": each}) for each in prompts]

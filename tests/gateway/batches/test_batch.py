@@ -45,6 +45,14 @@ def lines_of(data: bytes) -> list[Line]:
     return lines
 
 
+def test_half_of_a_utf_16_pair_in_a_line_is_a_replacement_character() -> None:
+    url = "/v1/chat/completions"
+    data = b'{"custom_id": "1", "method": "POST", "url": "%b", "body": {"a": "x\\ud83d"}}\n' % url.encode()
+    [line] = read_input(data, url)
+    assert isinstance(line, Line)
+    assert json.loads(body_of(data, line)) == {"a": "x�"}
+
+
 @pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf"])
 def test_each_line_has_its_body_whatever_ends_it_and_a_mark_of_utf_8_may_stand_before_all(before: bytes) -> None:
     bodies = [{"model": "tiny", "n": number, "text": "ä\n"} for number in range(4)]

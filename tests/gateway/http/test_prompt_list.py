@@ -48,6 +48,11 @@ def test_what_is_no_body_is_left_to_the_usual_way(data: bytes) -> None:
     assert split_prompts(data) == ()
 
 
+def test_half_of_a_utf_16_pair_in_a_prompt_is_a_replacement_character() -> None:
+    bodies = split_prompts(rb'{"model": "m", "prompt": ["a\ud83d", "b"]}')
+    assert [json.loads(body)["prompt"] for body in bodies] == ["a�", "b"]
+
+
 def test_too_many_prompts_are_refused() -> None:
     with pytest.raises(ServingError, match="limit is 256") as caught:
         split_prompts(body(["a"] * (MAX_PROMPTS + 1)))
