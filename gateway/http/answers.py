@@ -29,7 +29,7 @@ from penstock.gateway.apis.endpoints import (
 from penstock.gateway.base.chat_objects import error_body, stopping, unconfirmed
 from penstock.gateway.base.event_stream import within_lines
 from penstock.gateway.base.gateway_metrics import ModelMetrics, account
-from penstock.gateway.base.request_bodies import MESSAGE, OLLAMA
+from penstock.gateway.base.request_bodies import MESSAGE, OLLAMA, RESPONSE
 from penstock.gateway.http import asgi
 from penstock.gateway.http.idempotency_key import submit_once
 from penstock.gateway.http.server import FOLLOWED, SCOPE, HttpConnection
@@ -403,7 +403,8 @@ class Responder:
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code not in CONTINUES)
                 if not started:
-                    if renderer.error is not None:
+                    # A stored response is there also if it failed: its last event says so.
+                    if renderer.error is not None and not (self._again and inflight.request.endpoint == RESPONSE):
                         raise renderer.error
                     started = True
                     await self.begin_stream(followed=bool(data) or renderer.done)

@@ -84,6 +84,18 @@ async def test_a_call_and_its_result_make_a_conversation(asking: openai.AsyncOpe
     assert "rain" in last.output_text
 
 
+async def test_a_response_that_was_cancelled_is_streamed_with_its_end(asking: openai.AsyncOpenAI) -> None:
+    asked: Any = {"ignore_eos": True, "temperature": 0}
+    made = await asking.responses.create(model="demo", input="Hello!", background=True, extra_body=asked)
+    assert (await asking.responses.cancel(made.id)).status == "cancelled"
+    events = [event async for event in await asking.responses.retrieve(made.id, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.status == "cancelled"
+
+
 async def test_items_may_be_named_instead_of_sent_back(asking: openai.AsyncOpenAI) -> None:
     """As the AI SDK does where responses are stored."""
     options: Any = {"model": "demo", "tools": [FUNCTION], "temperature": 0}
