@@ -209,6 +209,7 @@ async def test_a_large_image_is_stored_once_and_nothing_that_is_made_of_it_passe
 async def test_prefix_hits_on_either_side_or_both_change_nothing(http: httpx.AsyncClient, apart_bus: Bus) -> None:
     question = body(f"{ROOMS} What is the code of room 12?", temperature=0, max_tokens=40)
     _, cold = await ask(http, {**question, "cache_salt": "p"})
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # what decode received is no hit
     # Prefill alone holds the longer beginning, then both do.
     await ask(http, {**question, "worker": "prefill-0", "max_tokens": 1, "cache_salt": "q"})
     for _ in range(3):

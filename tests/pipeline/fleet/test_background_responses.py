@@ -177,6 +177,8 @@ async def test_what_cannot_be_continued_or_fetched_is_refused_plainly(
         await client.responses.retrieve(chat.id.replace("cmpl-", "resp_"))
     async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=30) as http:
         made = await client.responses.create(**asked("Hi."))
+        with pytest.raises(openai.BadRequestError, match="background"):
+            await client.responses.cancel(made.id)
         for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
             assert (await http.get(f"/v1/responses/{made.id}/input_items?{query}")).status_code == 400
         refused = await http.get(f"/v1/responses/{made.id}?stream=true&starting_after=x")

@@ -120,3 +120,4 @@ def test_a_named_function_is_called_once(client: openai.OpenAI) -> None:
         model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice=named, max_tokens=200
     )
     assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["get_time"]
+    assert answer.choices[0].finish_reason == "tool_calls"
