@@ -17,6 +17,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import structlog
@@ -39,7 +40,7 @@ from penstock.schemas.routers import LEASE_S, decode
 class _Class(msgspec.Struct):
     """What a body says of its class."""
 
-    priority: Priority | None = None
+    priority: Priority | Literal[0] | None = None
     service_tier: str | None = None
 
 

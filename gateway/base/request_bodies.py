@@ -232,7 +232,7 @@ class CommonOptions(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stream: Annotated[bool, Meta(description="answer with server-sent events")] | None = None
     user: Name | None = None
-    priority: Priority | None = None
+    priority: Annotated[Priority | Literal[0], Meta(description="0: standard, as other servers say")] | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     timeout_s: Annotated[Duration, Meta(description="seconds until an unfinished request fails")] | None = None
     deadline_s: Annotated[Duration, Meta(description="alias of timeout_s; the shorter of the two applies")] | None = (
@@ -258,8 +258,10 @@ def resolve_deadline_s(body: CommonOptions, default_s: float) -> float:
     return min(given, default=default_s)
 
 
-def resolve_priority(priority: Priority | None, service_tier: str | None, highest: Priority | None = None) -> Priority:
-    """``priority`` wins over OpenAI's ``service_tier``.
+def resolve_priority(
+    priority: Priority | Literal[0] | None, service_tier: str | None, highest: Priority | None = None
+) -> Priority:
+    """``priority`` wins over OpenAI's ``service_tier``. 0, the default of vLLM and SGLang, names no class.
 
     Args:
         highest: the class of a request that names none, and of one that names a higher one; None: it may have any.

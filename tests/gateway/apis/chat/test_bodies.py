@@ -64,6 +64,7 @@ LIMITS: list[tuple[str, Any, str]] = [
     ("timeout_s", 3601, "3600"),
     ("deadline_s", -1, "0"),
     ("priority", "urgent", "urgent"),
+    ("priority", 3, "3"),
     ("worker", "a.b", "A-Za-z"),
     ("worker", "*", "A-Za-z"),
     ("worker", "w1\n", "A-Za-z"),

@@ -115,6 +115,11 @@ def test_a_seed_is_drawn_when_none_is_given(context: PrepareContext) -> None:
     assert chat(context, seed=5).request.sampling.seed == 5
 
 
+def test_priority_0_of_other_servers_names_no_class(context: PrepareContext) -> None:
+    assert chat(context, priority=0).request.priority == "standard"
+    assert chat(context, priority=0, service_tier="flex").request.priority == "batch"
+
+
 @pytest.mark.parametrize(("tier", "priority"), [("flex", "batch"), ("priority", "interactive"), ("auto", "standard")])
 def test_service_tiers_are_priority_classes(context: PrepareContext, tier: str, priority: str) -> None:
     assert chat(context, service_tier=tier).request.priority == priority
