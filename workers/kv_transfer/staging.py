@@ -115,6 +115,7 @@ class _GpuCopier:
 
         torch: Any = library
         self._torch, self._device = torch, torch.device("cuda", device)
+        self._pools: dict[tuple[Memory, int, int], Any] = {}
         try:
             torch.cuda.set_device(self._device)
             self._stream = torch.cuda.Stream(self._device, priority=-1)
@@ -123,20 +124,19 @@ class _GpuCopier:
             self._parts = torch.empty((PARTS, part_bytes), dtype=torch.uint8, device=self._device)
             self._ids = torch.empty((PARTS, MOST_BLOCKS), dtype=torch.int64, device=self._device)
             self._host_ids = torch.empty((PARTS, MOST_BLOCKS), dtype=torch.int64, pin_memory=True)
+            self._ends = [torch.cuda.Event() for _ in range(PARTS)]
+            self.base: int = self._parts.data_ptr()
+            # The first copy loads the kernel. It reads one part and writes another.
+            pool = Memory(self.base + part_bytes, WORD * 2, 1, "cuda", device)
+            self.start(0, pool, HeadCopy(np.zeros(1, np.int64), 1, WORD, 2, 0, 2, 1, 1))
+            if not _wait(self, 0):
+                raise TransferError("unavailable", f"GPU {device} copied nothing within {COPY_S:g} s")
         except RuntimeError as error:
             raise TransferError(
                 "unavailable",
-                f"no {PARTS * part_bytes >> 20} MiB of GPU {device} for reads from workers of other widths; lower "
-                f"kv_blocks ({str(error).strip().splitlines()[0]})",
+                f"no buffer of {PARTS * part_bytes >> 20} MiB on GPU {device} for reads from workers of other widths: "
+                f"{str(error).strip().splitlines()[0]}; lower kv_blocks if memory is short",
             ) from error
-        self.base: int = self._parts.data_ptr()
-        self._ends = [torch.cuda.Event() for _ in range(PARTS)]
-        self._pools: dict[tuple[Memory, int, int], Any] = {}
-        # The first copy loads the kernel. It reads one part and writes another.
-        pool = Memory(self.base + part_bytes, WORD * 2, 1, "cuda", device)
-        self.start(0, pool, HeadCopy(np.zeros(1, np.int64), 1, WORD, 2, 0, 2, 1, 1))
-        if not _wait(self, 0):
-            raise TransferError("unavailable", f"GPU {device} copied nothing within {COPY_S:g} s")
         self._pools.clear()
 
     def start(self, part: int, pool: Memory, copy: HeadCopy) -> None:
