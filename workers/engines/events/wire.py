@@ -18,8 +18,11 @@ from penstock.schemas.block_hashes import DIGEST_BYTES, split
 from penstock.schemas.kv import Cleared, KvEvent, Removed, Stored
 
 _POSITIONS = {  # of the fields of events that are arrays
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
-    "BlockRemoved": ("block_hashes", "medium"),
+    "BlockStored": (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+        *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
     "AllBlocksCleared": (),
 }
 END = -1  # number of the last message of a replay
@@ -175,6 +178,6 @@ def decode_raw(payload: bytes) -> list[Any]:
 
 
 def _by_name(event: list[Any]) -> Any:
-    """An event as SGLang 0.5.17 sends it: an array that begins with its type."""
+    """An event as SGLang 0.5.17 and earlier vLLM send it: an array that begins with its type."""
     names = _POSITIONS.get(event[0]) if event and isinstance(event[0], str) else None
     return event if names is None else {"type": event[0], **dict(zip(names, event[1:], strict=False))}

@@ -127,6 +127,19 @@ def test_of_several_attention_windows_the_largest_is_followed() -> None:
     assert translator.feed([full]) == [Stored(names(TOKENS[:4])[0])]  # no window: it sees all
 
 
+def test_arrays_of_earlier_releases_of_vllm_have_their_salts_and_groups() -> None:
+    tenant = bytes.fromhex("ab" * 8)
+    salted = ["BlockStored", [1], None, [*TOKENS[:4]], SIZE, None, "GPU", None, [[tenant.hex()]], 3, "full_attention"]
+    state = ["BlockStored", [1], None, [*TOKENS[:4]], SIZE, None, "GPU", None, None, 0, "mamba"]
+    gone = [["BlockRemoved", [1], "GPU", 0], ["BlockRemoved", [1], "GPU", 3]]
+    payload = msgspec.msgpack.encode([1.0, [salted, state, *gone], 0])
+    translator = EventTranslator(PublishedFormat(SIZE, ROOT))
+    (name,) = names(TOKENS[:4], tenant)
+    events = wire.decode_raw(payload)
+    assert translator.feed(events[:3]) == [Stored(name)]
+    assert translator.feed(events[3:]) == [Removed(name)]
+
+
 def test_layers_with_a_state_are_not_followed_where_others_have_attention() -> None:
     translator = EventTranslator(PublishedFormat(SIZE, ROOT))
     state: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
