@@ -122,9 +122,9 @@ PACE_WINDOW_S = 30.0
 AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0003, 0.002, 0.05
 LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
-# How much later a step is planned if a sequence is expected meanwhile, and how late that may be. Otherwise the sequence
+# How much later a step is planned if a request is expected meanwhile, and how late that may be. Otherwise the request
 # would wait for a whole step.
-MOST_HELD_S, EXPECTED_LATE_S = 0.004, 0.001
+MOST_HELD_S, EXPECTED_LATE_S = 0.004, 0.0015
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 
@@ -456,14 +456,14 @@ class EngineLoop:
 
     def _early_s(self) -> float:
         """For how long the next step is not planned yet."""
-        now, latest = self._clock(), self._plan_at + MOST_HELD_S
-        if not self._plan_at or now < self._plan_at or now >= latest:
+        now, latest = self._clock(), self._plan_at + MOST_HELD_S + (EXPECTED_LATE_S if self._held else 0.0)
+        if not self._plan_at or now < self._plan_at:
             return self._plan_at - now
         until = max((at for at in self._expected.values() if at <= latest), default=0.0) + EXPECTED_LATE_S
         if now >= until:
             return self._plan_at - now
         self._held = True
-        return min(until, latest) - now
+        return until - now
 
     def _plan_late(self, now: float, ahead_s: float | None, *, prompts: bool) -> None:
         """Set when the next step is planned.
@@ -472,8 +472,8 @@ class EngineLoop:
             ahead_s: of ``StepResult``, for the step that has returned.
             prompts: that step computed prompts, so its duration predicts nothing.
         """
-        waited, self._waits_from, self._plan_at = self._plan_at and not self._held, 0.0, 0.0
-        self._held = False
+        held, self._held = self._held, False
+        waited, self._waits_from, self._plan_at = self._plan_at and not held, 0.0, 0.0
         before, self._returned_at = self._returned_at, now if ahead_s is not None else 0.0
         if ahead_s is None:
             return
@@ -484,9 +484,12 @@ class EngineLoop:
         elif lead_is_all and ahead_s > AHEAD_S + LEAST_WAIT_S:
             # It was learned when steps or launches took longer; or from steps that vary, which must seldom be late.
             self._lead_s -= LATE_S / 40
-        if prompts or not before or not ahead_s:  # unknown how long a step took that had already ended
+        # Unknown is how long a step took that had already ended, but not when: the one behind began as it was launched.
+        if prompts or not before or not (ahead_s or held):
             return
-        step_s, self._step_s = self._step_s, now - before
+        step_s = self._step_s
+        if ahead_s:
+            self._step_s = now - before
         wait_s = min(step_s, self._step_s, MOST_STEP_S) - self._lead_s  # the longer one may have been late
         self._lead_is_all = wait_s <= LEAST_WAIT_S
         if not self._lead_is_all:

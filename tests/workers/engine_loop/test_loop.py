@@ -413,7 +413,8 @@ def test_a_step_waits_for_a_sequence_that_is_expected_within_milliseconds() -> N
     assert pause() == pytest.approx(MOST_HELD_S / 4 + EXPECTED_LATE_S, abs=1e-6)
     loop.submit([sequence(new_choice("expected"), [5, 6], 9)], refuse, "request")
     pause()
-    assert made.steps > steps
+    assert made.steps == steps + 1
+    assert loop._plan_at - made.now == pytest.approx(0.006 - lead_s, abs=1e-5)  # the next is planned as always
     assert loop._lead_s == lead_s  # why that one was late says nothing of later ones
 
     until_planned()
