@@ -74,12 +74,12 @@ class TextEncoder:
     Attributes:
         known_words: token ids of words that were encoded before, as bytes of an array.
         known_pieces: the same of pieces of texts.
-        splitter: splits ASCII text into words; None: this tokenizer works in another way.
+        splitter: splits text into added tokens, pieces and words; None: this tokenizer works in another way.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._adds_tokens = tokenizer.num_special_tokens_to_add(False) > 0
+        self._around = _around(tokenizer)
         self.known_words = _Words(tokenizer)
         self.known_pieces = _Pieces()
         self.splitter = _Split.of(tokenizer)
@@ -90,17 +90,15 @@ class TextEncoder:
         Args:
             special: add the tokens that the tokenizer puts around a text, such as BOS.
         """
-        splitter = self.splitter
-        if splitter is not None and not (special and self._adds_tokens):
-            known = self._known(splitter, text)
-            if known is not None:
-                ids = array(_ID)
-                ids.frombytes(known)
-                return ids
-        return self._tokenize([text], special)[0]
+        around = self._around if special else (b"", b"")
+        if self.splitter is None or around is None:
+            return self._tokenize([text], special)[0]
+        ids = array(_ID)
+        ids.frombytes(self._known(self.splitter, text).join(around))
+        return ids
 
-    def _known(self, splitter: "_Split", text: str) -> bytes | None:
-        """The ids by words and pieces; None: the pattern leaves something of this text out."""
+    def _known(self, splitter: "_Split", text: str) -> bytes:
+        """The ids by words and pieces."""
         found, words, left = [], self.known_words, NEW_TEXT
         late: list[tuple[int, bool, list[str]]] = []  # for the tokenizer: place, whether it is kept, pieces in a row
         for number, part in enumerate(splitter.parts(text)):
@@ -113,14 +111,12 @@ class TextEncoder:
                     found.append(ids)
                     continue
                 left -= len(piece)
-                if left < 0 or not piece.isascii():
+                if left < 0 or (split := splitter.words(piece)) is None:
                     if again or not late or late[-1][:2] != (len(found) - 1, False):
                         late.append((len(found), again, []))
                         found.append(b"")
                     late[-1][2].append(piece)
                     continue
-                if (split := splitter.words(piece)) is None:
-                    return None
                 ids = b"".join(map(words.__getitem__, split))
                 found.append(ids)
                 if again:
@@ -200,12 +196,23 @@ class _Words(dict[str, bytes]):
         return ids
 
 
-class _Split:
-    """How one tokenizer splits ASCII text into added tokens and words."""
+def _around(tokenizer: Tokenizer) -> tuple[bytes, bytes] | None:
+    """The ids that the tokenizer puts before and after a text; None: it is not known which."""
+    inner, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    places = [at for at in range(len(whole)) if whole[at : at + len(inner)] == inner]
+    if not inner or len(places) != 1:
+        return None
+    before, after = whole[: places[0]], whole[places[0] + len(inner) :]
+    return array(_ID, before).tobytes(), array(_ID, after).tobytes()
 
-    def __init__(self, added: "re.Pattern[str]", word: "re.Pattern[str]", *, cuts: bool) -> None:
+
+class _Split:
+    """How one tokenizer splits text into added tokens, pieces and, if it is ASCII, words."""
+
+    def __init__(self, added: "re.Pattern[str]", word: "re.Pattern[str] | None", *, cuts: bool) -> None:
         """
         Args:
+            word: None: words are not known.
             cuts: a word begins where ``_BORDER`` matches, whatever stands around.
         """
         self._added = added  # has one group, so that its ``split`` returns the added tokens, too
@@ -222,23 +229,16 @@ class _Split:
             return None
         if any(token.single_word or token.lstrip or token.rstrip for token in added):
             return None
-        pattern = _pattern_of(tokenizer)
-        try:
-            word = re.compile(ascii_pattern(pattern), re.ASCII) if pattern else None
-        except (re.error, KeyError):
+        steps = _steps(tokenizer)
+        if not steps:
             return None
-        if word is None or word.groups:
-            return None
-        sample = _sample()
-        expected = [part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(sample)]
-        if [part.translate(_BYTE_LEVEL) for part in word.findall(sample)] != expected:
-            return None  # Python reads the pattern in another way
-        words = tokenizer.pre_tokenizer.pre_tokenize_str
+        split = tokenizer.pre_tokenizer.pre_tokenize_str
         cuts = all(
-            [part for part, _ in words(f"{left} {right}")] == [part for part, _ in [*words(left), *words(f" {right}")]]
+            [part for part, _ in split(f"{left} {right}")] == [part for part, _ in [*split(left), *split(f" {right}")]]
             for left, right in _borders()
         )
-        return cls(re.compile(f"({longest_of({token.content for token in added})})"), word, cuts=cuts)
+        pattern = re.compile(f"({longest_of({token.content for token in added})})")
+        return cls(pattern, _word_of(tokenizer, steps), cuts=cuts)
 
     def parts(self, text: str) -> list[str]:
         """The text between added tokens, and every second time an added token."""
@@ -260,7 +260,9 @@ class _Split:
         return pieces
 
     def words(self, text: str) -> list[str] | None:
-        """The words of a text without added tokens. None: the pattern leaves something of it out."""
+        """The words of a text without added tokens. None: they are not known."""
+        if self._word is None or not text.isascii():
+            return None
         found = self._word.findall(text)
         return found if len("".join(found)) == len(text) else None
 
@@ -302,26 +304,36 @@ def _borders() -> Iterator[tuple[str, str]]:
         yield left + draw.choice(ascii_lowercase), draw.choice(ascii_lowercase) + right
 
 
-def _pattern_of(tokenizer: Tokenizer) -> str:
-    """The pattern for words of a byte-level BPE; "": it is none, or has further steps."""
+def _steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """How a byte-level BPE splits text into words; empty: it is none."""
     model, normalizer, pre_tokenizer = tokenizer.model, tokenizer.normalizer, tokenizer.pre_tokenizer
     if model.__class__.__name__ != "BPE" or model.dropout or pre_tokenizer is None:
-        return ""
+        return []
     if normalizer is not None and normalizer.__class__.__name__ not in _SAME_FOR_ASCII:
-        return ""
-    match _steps(json.loads(pre_tokenizer.__getstate__())):
-        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
-            return _GPT2
-        case [
-            {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ]:
-            return pattern
-    return ""
+        return []
+    described = json.loads(pre_tokenizer.__getstate__())
+    steps: list[dict[str, Any]] = described["pretokenizers"] if described["type"] == "Sequence" else [described]
+    return steps if steps[-1]["type"] == "ByteLevel" and not steps[-1]["add_prefix_space"] else []
 
 
-def _steps(described: dict[str, object]) -> object:
-    return described["pretokenizers"] if described["type"] == "Sequence" else [described]
+def _word_of(tokenizer: Tokenizer, steps: list[dict[str, Any]]) -> "re.Pattern[str] | None":
+    """The pattern of words in ASCII text; None: Python cannot split as the tokenizer does."""
+    match steps:
+        case [{"use_regex": True}]:
+            pattern = _GPT2
+        case [{"pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}, {"use_regex": False}]:
+            pass
+        case _:
+            return None
+    try:
+        word = re.compile(ascii_pattern(pattern), re.ASCII)
+    except (re.error, KeyError):
+        return None
+    sample = _sample()
+    expected = [part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(sample)]
+    if word.groups or [part.translate(_BYTE_LEVEL) for part in word.findall(sample)] != expected:
+        return None
+    return word
 
 
 Message = Mapping[str, Any]

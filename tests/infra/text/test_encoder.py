@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from penstock.infra.model import modeldir
 from penstock.infra.text import encoder as text_encoder
@@ -22,16 +23,22 @@ POSSESSIVE = r"\p{L}+|\p{N}{1,3}+|[^\p{L}\p{N}]"  # Oniguruma repeats the three 
 INCOMPLETE = r"\p{L}+"
 LINES = r"(?m).+|\n"  # Oniguruma's "." matches line breaks, too, and Python's never
 END = r"\w+\Z|.|\n"  # Oniguruma's end may be before a line break
+DEEPSEEK = (  # three splits, one after the other
+    "\\p{N}{1,3}\n[一-龥぀-ゟ゠-ヿ]+\n"
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 NESTED = r"\p{L}+|[[:digit:]]+|[^\p{L}]"
 
 
 @cache
 def tokenizer(pattern: str) -> Tokenizer:
-    """The tiny model's, with another pattern; "": GPT-2's, which is part of its byte-level step."""
+    """The tiny model's, with other patterns, a line for each; "": GPT-2's, which is part of its byte-level step."""
     described = json.loads((modeldir.TINY / "tokenizer.json").read_text())
     split, byte_level = described["pre_tokenizer"]["pretokenizers"]
     if pattern:
-        split["pattern"]["Regex"] = pattern
+        splits = [split | {"pattern": {"Regex": each}} for each in pattern.split("\n")]
+        described["pre_tokenizer"]["pretokenizers"] = [*splits, byte_level]
     else:
         described["pre_tokenizer"] = byte_level | {"use_regex": True}
     return Tokenizer.from_str(json.dumps(described))
@@ -70,12 +77,33 @@ bundled = cache(modeldir.load)
 
 @pytest.mark.parametrize("pattern", [QWEN, GPT_OSS, ""], ids=str)
 def test_common_patterns_are_understood(pattern: str) -> None:
-    assert encoder(pattern).splitter is not None
+    splitter = encoder(pattern).splitter
+    assert splitter is not None
+    assert splitter.words("one two") == ["one", " two"]
+    assert splitter.words("à la") is None
 
 
-@pytest.mark.parametrize("pattern", [POSSESSIVE, NESTED, LINES, END, r"\p{Han}+|\p{L}+", r"(\p{L})+|."], ids=str)
-def test_others_are_left_to_the_tokenizer(pattern: str) -> None:
-    assert encoder(pattern).splitter is None
+@pytest.mark.parametrize(
+    "pattern", [DEEPSEEK, POSSESSIVE, NESTED, LINES, END, r"\p{Han}+|\p{L}+", r"(\p{L})+|."], ids=str
+)
+def test_words_of_others_are_left_to_the_tokenizer(pattern: str) -> None:
+    splitter = encoder(pattern).splitter
+    assert splitter is not None
+    assert splitter.words("one two") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(["<|im_start|>"], []), (["<|im_start|>", "<|im_end|>"], ["<|im_end|>"]), ([], [])]
+)
+def test_tokens_around_a_text_are_added(before: list[str], after: list[str]) -> None:
+    around = Tokenizer.from_str(tokenizer(QWEN).to_str())
+    around.post_processor = TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[(token, around.token_to_id(token)) for token in {*before, *after}],
+    )
+    for text in ("", "a", "one two", "é<|im_start|>"):
+        assert list(TextEncoder(around).encode(text, special=True)) == list(around.encode(text).ids)
+        assert list(TextEncoder(around).encode(text, special=False)) == expected(around, text)
 
 
 def test_added_tokens_that_take_their_neighbours_are_left_to_the_tokenizer() -> None:
@@ -109,14 +137,24 @@ spaced = st.lists(
     st.one_of(
         texts,
         st.sampled_from(
-            ["the ", "cat sat ", "it's a ", "x \n y ", "one two ", "a<|im_end|>b ", "à la ", "x e\u0301 o "]
+            [
+                "the ",
+                "cat sat ",
+                "it's a ",
+                "x \n y ",
+                "one two ",
+                "a<|im_end|>b ",
+                "à la ",
+                "cat 中文 ",
+                "x e\u0301 o ",
+            ]
         ),
     )
 )
 
 
 @given(
-    pattern=st.sampled_from([QWEN, GPT_OSS, "", INCOMPLETE]),
+    pattern=st.sampled_from([QWEN, GPT_OSS, "", DEEPSEEK, INCOMPLETE, POSSESSIVE, NESTED, LINES, END]),
     beginning=spaced.map("".join),
     ends=st.tuples(texts, texts),
     most=st.sampled_from([0, 20, 1000]),
