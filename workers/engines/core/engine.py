@@ -1,4 +1,4 @@
-"""The engine made of a scheduler and an executor: each step is planned, computed and committed. Pure.
+"""The engine made of a scheduler and an executor: each step is planned, computed and committed.
 
 With speculative decoding, the target computes the last token and ``n`` proposed ones in one step and draws a token
 behind each, exactly as it would have drawn them one by one: a draw depends on (seed, choice, position) and the logits

@@ -2,7 +2,7 @@
 
 Two threads are involved. The engine thread (the caller of all methods) owns the bookkeeping. The loop thread submits
 requests to the engine and follows its outputs. They are connected by one queue of events: ``step`` waits briefly for
-the first event and returns everything that has arrived. What differs between packages is an ``Adapter``.
+the first event and returns everything that has arrived. What differs between packages is an ``EngineAdapter``.
 
 An engine gets as many sequences as it runs at once. The others wait here, where tenants share by weight
 (``StartQueue``): in its own queue the first would be the first. What it has, it computes in its own order.
@@ -109,7 +109,7 @@ class KnownBlocks(Protocol):
 
 
 @dataclass(frozen=True)
-class Adapter(Generic[C]):
+class EngineAdapter(Generic[C]):
     """What differs between the packages.
 
     Attributes:
@@ -406,7 +406,7 @@ class ExternalEngine(Generic[C]):
         self,
         info: EngineInfo,
         runtime: EngineRuntime[Any],
-        adapter: Adapter[C],
+        adapter: EngineAdapter[C],
         grammars: ConstraintCompiler | None = None,
         adapters: EngineLoras | None = None,
         slots: int = 0,

@@ -31,7 +31,7 @@ from penstock.schemas.fleet import AUTO
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.requests import CARRIED_CHAT
 from penstock.workers.engines.engine_protocol import EngineAway, EngineError, EngineInfo, SequenceRequest
-from penstock.workers.engines.external.engine import Adapter, BlockCounts, ExternalEngine, Slots
+from penstock.workers.engines.external.engine import BlockCounts, EngineAdapter, ExternalEngine, Slots
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
 from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate, Token
 from penstock.workers.engines.openai import chat
@@ -548,7 +548,7 @@ def adapter_of(
     abilities: ServerAbilities,
     tokenizer: Tokenizer,
     window: ConcurrencyWindow,
-) -> Adapter[SequenceRequest]:
+) -> EngineAdapter[SequenceRequest]:
     def accept(request: SequenceRequest, lora: Any) -> ActiveSequence[SequenceRequest]:
         if abilities.chat:
             chat.check_chat(request, info, abilities, tokenizer)
@@ -557,7 +557,7 @@ def adapter_of(
         return ActiveSequence(request, request)
 
     follower = OpenaiFollower(runtime, info, abilities, tokenizer, window)
-    return Adapter("the server", accept, follower, UnknownBlocks(info.total_blocks))
+    return EngineAdapter("the server", accept, follower, UnknownBlocks(info.total_blocks))
 
 
 def key_of(settings: WorkerSettings) -> str:

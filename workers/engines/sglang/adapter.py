@@ -24,7 +24,7 @@ from penstock.schemas.errors import Code
 from penstock.schemas.tokens import Logprob
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, RequestError, Scored, SequenceRequest
 from penstock.workers.engines.external import sequences
-from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, WeightCommands, unreadable
+from penstock.workers.engines.external.engine import LORA_S, EngineAdapter, EngineLoras, WeightCommands, unreadable
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import EMPTIED, KV_EVENTS_S, EventStreams
 from penstock.workers.engines.external.handoff_state import ConsumedStates
@@ -447,7 +447,7 @@ def adapter_of(
     loads: RankLoads,
     pids: Collection[int],
     metrics: NativeSeries,
-) -> Adapter[SglangCall]:
+) -> EngineAdapter[SglangCall]:
     """
     Args:
         pids: of the engine's processes.
@@ -479,7 +479,7 @@ def adapter_of(
 
     follower = SglangFollower(runtime, loads, pids, info.slots, options)
     follower.watch(follower.check, HEALTH_S)
-    return Adapter(
+    return EngineAdapter(
         "SGLang",
         accept,
         follower,

@@ -22,7 +22,7 @@ from penstock.schemas.kv import KvEvent
 from penstock.workers.engines.core.embeddings import TEXT_ONLY, EmbeddingPool
 from penstock.workers.engines.engine_protocol import EngineInfo, RequestError, SequenceRequest
 from penstock.workers.engines.events.translator import EventTranslator
-from penstock.workers.engines.external.engine import LORA_S, Adapter, BlockCounts, EngineLoras, unreadable
+from penstock.workers.engines.external.engine import LORA_S, BlockCounts, EngineAdapter, EngineLoras, unreadable
 from penstock.workers.engines.external.handoff_state import ConsumedStates
 from penstock.workers.engines.external.images import ImageStore
 from penstock.workers.engines.external.runtime import EngineRuntime
@@ -332,7 +332,7 @@ def adapter_of(
     options: TrtllmOptions,
     metrics: NativeMetrics,
     images: ImageStore | None = None,
-) -> Adapter[TrtllmCall]:
+) -> EngineAdapter[TrtllmCall]:
     """KV moves through TensorRT-LLM's own cache transceiver: handoffs are ``opaque``, and only embeddings have memory.
 
     Args:
@@ -354,4 +354,4 @@ def adapter_of(
         return ActiveSequence(request, TrtllmCall(prepared.adopted, prepared))
 
     follower = TrtllmFollower(runtime, options, metrics, kv_events=info.kv_events)
-    return Adapter("TensorRT-LLM", accept, follower, TrtllmBlocks(info, roots, metrics), vision, [metrics])
+    return EngineAdapter("TensorRT-LLM", accept, follower, TrtllmBlocks(info, roots, metrics), vision, [metrics])

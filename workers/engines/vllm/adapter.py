@@ -25,7 +25,7 @@ from penstock.schemas.errors import Code
 from penstock.workers.engines.core.embeddings import EmbeddingPool
 from penstock.workers.engines.engine_protocol import EngineInfo, SequenceRequest
 from penstock.workers.engines.external import sequences
-from penstock.workers.engines.external.engine import LORA_S, Adapter, EngineLoras, WeightCommands, unreadable
+from penstock.workers.engines.external.engine import LORA_S, EngineAdapter, EngineLoras, WeightCommands, unreadable
 from penstock.workers.engines.external.engine_metrics import NativeSeries
 from penstock.workers.engines.external.event_streams import EMPTIED, KV_EVENTS_S, EventStreams
 from penstock.workers.engines.external.handoff_state import ConsumedStates
@@ -302,7 +302,7 @@ def weight_commands(
 
 def adapter_of(
     info: EngineInfo, runtime: EngineRuntime[VllmApi], options: VllmOptions, scheduler: SchedulerStats
-) -> Adapter[VllmCall]:
+) -> EngineAdapter[VllmCall]:
     """KV moves through vLLM's own NIXL connector: handoffs are ``opaque``. Memory is for images only."""
     images, consumed = options.images, ConsumedStates()
     vision = None if images is None else EmbeddingPool(images, images.mark_embedded, images.alike)
@@ -323,7 +323,7 @@ def adapter_of(
 
     follower = VllmFollower(runtime, options)
     follower.watch(lambda: runtime.llm.check_health(), HEALTH_S)
-    return Adapter(
+    return EngineAdapter(
         "vLLM",
         accept,
         follower,

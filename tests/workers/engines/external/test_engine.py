@@ -11,7 +11,7 @@ import pytest
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.engine_protocol import EngineError, EngineInfo, SequenceRequest, StepResult
 from penstock.workers.engines.external import engine as module
-from penstock.workers.engines.external.engine import Adapter, ExternalEngine
+from penstock.workers.engines.external.engine import EngineAdapter, ExternalEngine
 from penstock.workers.engines.external.runtime import EngineRuntime, LoopThread
 from penstock.workers.engines.external.sequences import ActiveSequence, Follower, SequenceUpdate, Token
 
@@ -40,7 +40,7 @@ def made() -> Iterator[tuple[ExternalEngine[None], Endless]]:
     stack.callback(loop.close)
     follower = Endless(runtime)
     info = EngineInfo("test", 16, 9, 1, 99, 99, (), False)
-    adapter = Adapter("Test", lambda request, lora: ActiveSequence(request, None), follower, MagicMock())
+    adapter = EngineAdapter("Test", lambda request, lora: ActiveSequence(request, None), follower, MagicMock())
     engine = ExternalEngine(info, runtime, adapter)
     yield engine, follower
     engine.close()
