@@ -230,7 +230,7 @@ def _add(parser: argparse._ActionsContainer, flag: Flag, default: object) -> Non
 
 
 class _Words(argparse.Action):
-    """The words behind a flag as one value, with commas: as other servers take several names."""
+    """The words after a flag as one value, with commas: as other servers take several names."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, ",".join(values))

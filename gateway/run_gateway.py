@@ -39,7 +39,7 @@ from penstock.schemas.subjects import cell_namespace
 
 log = structlog.get_logger("gateway")
 
-CELL_S = 3.0  # to wait for the broker of a cell behind the first
+CELL_S = 3.0  # to wait for the broker of a cell after the first
 STOP_S = 1.0  # for each step of stopping, beyond drain_s
 CLOSE_S = 3.0  # for connections to end
 END_S = 4.5  # beyond drain_s: then the process exits, whatever it waits for

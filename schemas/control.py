@@ -100,7 +100,7 @@ class Reserve(msgspec.Struct, frozen=True, omit_defaults=True, tag="reserve"):
     They stay reserved until the request arrives, the owner releases the ticket, or the step should have ended a second
     ago.
 
-    This and ``Fetch`` go to the control subject of the worker's id with "-announced" behind it.
+    This and ``Fetch`` go to the control subject of the worker's id with "-announced" after it.
     """
 
     ticket: str  # its id, when there will be one

@@ -105,7 +105,7 @@ def reasoning_tokens(parsing: Parsing | None, output: bytes) -> int:
 
 
 def _later(thoughts: ThoughtTokens, output: bytes) -> int:
-    """Tokens of the reasoning behind content, with its marks."""
+    """Tokens of the reasoning after content, with its marks."""
     count, within = 0, False
     for token in wire.unpack_tokens(output):
         if within or token in thoughts.opening:
@@ -209,7 +209,7 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
     user: str = ""
     stamps: Stamps | None = None  # of a traced request, from its last worker
     submitted: bytes = b""  # the encoded GenerateRequest without its prompt, which REQUESTS has; 0.1 left it out
-    scores: tuple[Logprob, ...] = ()  # of the prompt's tokens behind the first, if asked for and known
+    scores: tuple[Logprob, ...] = ()  # of the prompt's tokens after the first, if asked for and known
     left_out: tuple[
         str, ...
     ] = ()  # what the record lacks: "prompt", "scores", "logprobs", "tokens", "request"; "message"

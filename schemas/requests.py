@@ -174,7 +174,7 @@ class ThoughtTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
     opening: tuple[int, ...] = ()
     closing: tuple[int, ...] = ()
-    again: bool = False  # there may be more reasoning behind content
+    again: bool = False  # there may be more reasoning after content
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -263,7 +263,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     watched: bool = False  # others of its tenant crashed every worker within an hour: after one crash it runs alone
     api_key: str = ""  # the part that names it, such as "pst-0a1b2c3d4e5f"; "": none, or it came over NATS
     origin: str = ""  # id of the request of another cell that runs here under this id; "": it is of this cell
-    resumes: bool = False  # behind what its origin had streamed, which attempt 0 has in the token stream of this cell
+    resumes: bool = False  # after what its origin had streamed, which attempt 0 has in the token stream of this cell
     ran_as: str = ""  # in records: its id in the cell that ran it; "": its own cell did
     fallbacks: tuple[Fallback, ...] = ()  # that may run in its place while it has no token, in this order
     fallback_after_s: float = 0.0  # for so long it waits for a worker before one does; 0: for as long as it may
@@ -479,7 +479,7 @@ def new_request_id(now_ns: int | None = None, randomness: bytes | None = None, *
 
     Args:
         randomness: 10 bytes to use instead, for ids that several processes derive from the same input.
-        cell: the three hexadecimal digits behind the last hyphen; -1: they are random, too.
+        cell: the three hexadecimal digits after the last hyphen; -1: they are random, too.
     """
     ms = (time.time_ns() if now_ns is None else now_ns) // 1_000_000
     value = (ms << 80) | int.from_bytes(os.urandom(10) if randomness is None else randomness, "big")

@@ -20,7 +20,7 @@ class _ChoiceCursor:
     def __init__(self, position: int = 0) -> None:
         self.position = position
         self.ended = False
-        self.early: dict[int, list[TokenItem]] = {}  # by first index: items behind a gap
+        self.early: dict[int, list[TokenItem]] = {}  # by first index: items after a gap
 
 
 class TokenReassembler:

@@ -3,7 +3,7 @@
 ``MemoryCheck`` decides whether requests with ``no_store`` are accepted: memory storage must have room for them.
 
 ``LogCapacity`` decides whether the log has room: requests that wait must not be discarded by those that come after
-them. REQUESTS discards its oldest messages when it is full. From ``FULL`` of it behind its oldest unplaced request on,
+them. REQUESTS discards its oldest messages when it is full. From ``FULL`` of it after its oldest unplaced request on,
 new requests are refused; from ``FAIR`` on, those of tenants that use more than their share.
 
 ``Retention`` estimates how long records and prompts are kept at the present rate. DONE and REQUESTS promise days, but
@@ -145,7 +145,7 @@ class LogCapacity:
         self._bus = bus
         self._metrics = metrics
         self._requests = StreamWatch(bus, bus.subjects.stream("REQUESTS"))
-        self._firsts: dict[str, tuple[int, int]] = {}  # consumer -> its floor, and the first message behind it
+        self._firsts: dict[str, tuple[int, int]] = {}  # consumer -> its floor, and the first message after it
         self._over_share: frozenset[str] = frozenset()
         self.packs = False
 

@@ -50,7 +50,7 @@ def page_of(
     """
     Args:
         items: all, the newest first.
-        query: of the URL: ``limit``, and the id behind or before which the page is. Without ``before``, also ``order``.
+        query: of the URL: ``limit``, and the id after or before which the page is. Without ``before``, also ``order``.
         default, most: of ``limit``.
         after, before: the names of those ids; "": there is none.
     Raises:

@@ -204,7 +204,7 @@ class _Tags:
         return f"{lead} ({' | '.join(self._before(content, each) for each in ends)})"
 
     def _before(self, part: Any, end: str) -> str:
-        """A part and the text behind it, at which free text in the part ends."""
+        """A part and the text after it, at which free text in the part ends."""
         kind = part.get("type") if end and isinstance(part, dict) else ""
         if kind not in ("any_text", "optional", "or", "sequence", "triggered_tags"):
             return f"{self._part(part)} {self._writer.literal(end)}"

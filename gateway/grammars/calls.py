@@ -111,7 +111,7 @@ def _argument(
 
 
 def _text(writer: GrammarWriter, schema: dict[str, Any], document: RootSchema, end: str, *, strict: bool) -> str:
-    """A text, or null where the schema allows it, without quotes, and ``end`` behind it."""
+    """A text, or null where the schema allows it, without quotes, and ``end`` after it."""
     try:
         alternatives = texts(schema, document)
     except ValueError as error:

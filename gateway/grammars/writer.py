@@ -110,7 +110,7 @@ class GrammarWriter:
     def text_until(
         self, end: str, *, max_tokens: int | None = None, pattern: str = ANY_TEXT, excludes: Sequence[str] = ()
     ) -> str:
-        """Text of a pattern, then ``end``, which does not occur in it. Behind ``max_tokens``, ``end`` is forced.
+        """Text of a pattern, then ``end``, which does not occur in it. After ``max_tokens``, ``end`` is forced.
 
         Args:
             excludes: texts that do not occur in it either.

@@ -223,7 +223,7 @@ async def answer_text(gateway: Gateway, accepted: HttpExchange) -> str:
 
 
 class Reattach:
-    """``GET /v1/requests/{id}/stream``: the answer from its beginning, or behind ``Last-Event-ID``.
+    """``GET /v1/requests/{id}/stream``: the answer from its beginning, or after ``Last-Event-ID``.
 
     Args:
         images: answers requests for images and videos: (request, Last-Event-ID, scope, receive, send).

@@ -82,7 +82,7 @@ class ConnectionOwner(Protocol):
     to_move: int
 
     def moves(self, connection: "HttpConnection") -> bool:
-        """Whether a connection is to close behind the answer that it is about to get, as others have fewer."""
+        """Whether a connection is to close after the answer that it is about to get, as others have fewer."""
 
     def opened(self, connection: "HttpConnection") -> ServingError | None:
         """Count a new connection; returns why it is refused, or None."""
@@ -278,9 +278,9 @@ class HttpConnection(HttpToolsProtocol):
         self._overhead_bytes = 0  # since the last of the body: extensions of chunks, trailers
         self._ended = False  # a request has arrived whole with what was received last
         self._refusal: ServingError | None = None  # sent in answer to whatever comes, but a probe
-        self._probed = False  # a probe is answered beyond the limit of connections, and nothing behind it
+        self._probed = False  # a probe is answered beyond the limit of connections, and nothing after it
         self._refused_at = 0.0  # when an error was sent that ends the connection
-        self._last_error: ServingError | None = None  # sent behind the open answers; nothing more is read
+        self._last_error: ServingError | None = None  # sent after the open answers; nothing more is read
         self.cycle: AsgiCycle = None  # type: ignore[assignment]  # the newest request
         self._answered: AsgiCycle | None = None  # the oldest open one
         self.pipeline: deque[AsgiCycle] = deque()  # type: ignore[assignment]  # those behind it, the newest first
@@ -614,7 +614,7 @@ def error_response(error: ServingError) -> bytes:
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """Remove the offer of HTTP/2 that Java's clients send: the parser would drop the body behind it."""
+    """Remove the offer of HTTP/2 that Java's clients send: the parser would drop the body after it."""
     head, end, body = data.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + body
 
@@ -645,7 +645,7 @@ class HttpServer:
     """Answers with ``app`` on listening sockets, which it closes at its end.
 
     Attributes:
-        draining: no connection is kept behind its present answer.
+        draining: no connection is kept after its present answer.
         to_move: number of connections to close, since other gateways on the shared socket have fewer.
         moved: this many were.
         turns: shares the event loop's turns, in which new requests are read.

@@ -97,7 +97,7 @@ class StoredResponses:
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET: as it is now; with ``stream=true`` its events, behind ``starting_after`` or ``Last-Event-ID``."""
+        """GET: as it is now; with ``stream=true`` its events, after ``starting_after`` or ``Last-Event-ID``."""
         request = Request(scope)
         try:
             found = await self._find(request)
@@ -140,7 +140,7 @@ class StoredResponses:
         return _reply(_json(DeletedResponse(PREFIX + found.request.id)))
 
     async def input_items(self, request: Request) -> Response:
-        """What the response was made from: its own input behind that and the output of those that it continues.
+        """What the response was made from: its own input after that and the output of those that it continues.
 
         Responses that were deleted since, or have expired, are left out.
         """

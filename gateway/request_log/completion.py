@@ -3,7 +3,7 @@
 Tokens are published without acknowledgement: the last of them can be lost with a broker's leader or with their worker's
 lease, and are not sent again once the terminal event is stored. That event has the whole output. The one of a request
 with ``no_store`` has none: its tokens are read from memory storage again, where they may be although they came late,
-and behind the fence of the attempt that it names: that one was given up, but still ended the request.
+and after the fence of the attempt that it names: that one was given up, but still ended the request.
 """
 
 import asyncio

@@ -93,7 +93,7 @@ class Page(NamedTuple):
 
 
 class _Cursor(NamedTuple):
-    """Behind a request in REQUESTS, or behind a record. ``before``: its sequence; 0: at the end of the stream.
+    """After a request in REQUESTS, or after a record. ``before``: its sequence; 0: at the end of the stream.
 
     ``oldest_ns``: of records, when the oldest request was stored that REQUESTS had: only older ones follow.
     """
@@ -121,7 +121,7 @@ class _Cursor(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    """``after``: the position behind it."""
+    """``after``: the position after it."""
 
     summary: RequestSummary
     after: str
@@ -137,7 +137,7 @@ class RequestListing:
         self._from_log = from_log
 
     async def read(self, criteria: Criteria, together: int, after: str = "") -> AsyncGenerator[_Listed]:
-        """All requests from the newest on or behind ``after``, with those that do not meet the criteria.
+        """All requests from the newest on or after ``after``, with those that do not meet the criteria.
 
         Args:
             together: this many are read at a time.
@@ -152,7 +152,7 @@ class RequestListing:
     async def _read(
         self, cursor: _Cursor, criteria: Criteria, together: int
     ) -> AsyncGenerator[tuple[_Cursor, list[tuple[int, RequestSummary]]], None]:
-        """Parts of the log with their sequences, and the position behind each."""
+        """Parts of the log with their sequences, and the position after each."""
         subjects = self._bus.subjects
         stored_since = criteria.since_ns - CLOCK_SKEW_NS
         if cursor.stream == "REQUESTS":
@@ -225,7 +225,7 @@ ENDED = "e"  # the position of a cell that has no further requests
 
 
 async def page_of(listings: Sequence[RequestListing], criteria: Criteria, limit: int, after: str = "") -> Page:
-    """Up to ``limit`` requests of all cells, from the newest on or behind ``after``.
+    """Up to ``limit`` requests of all cells, from the newest on or after ``after``.
 
     Raises:
         ServingError: invalid_request: not a position; broker_unavailable.

@@ -26,9 +26,9 @@ from penstock.schemas.requests import GenerateRequest, time_of
 from penstock.schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from penstock.schemas.subjects import request_of
 
-WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up
+WINDOW_NS = 16_000_000_000  # after an id's time: by then its request is stored, or was given up
 FAR_NS = 1_200_000_000_000  # either side of it, if the clock that made the id is wrong by minutes
-LONGEST_NS = int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS  # behind it: a router copies what waits before it is lost
+LONGEST_NS = int(LONGEST_DEADLINE_S * 1e9) + CLOCK_SKEW_NS  # after it: a router copies what waits before it is lost
 BATCH = 100
 FEW = 8  # requests of one shard lie far apart
 MAX_FAR = 3  # at a time

@@ -182,7 +182,7 @@ class Conversations:
         return found
 
     async def _recorded(self, request: GenerateRequest, name: str, sight: Sight) -> StoredRequest:
-        """A response with its record, which is stored behind its last token: a client may have read that already."""
+        """A response with its record, which is stored after its last token: a client may have read that already."""
         if not await self._answered(request):
             raise invalid(FIELD, f"{name} has not ended yet; wait for it, or cancel it")
         until = time.monotonic() + RECORD_S

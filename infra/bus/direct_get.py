@@ -376,7 +376,7 @@ class Lifetime(NamedTuple):
     A broker that lost its store has another stream of the same name, whose sequences begin again.
 
     Attributes:
-        first: sequence of the first message; of a stream without messages, behind ``end``.
+        first: sequence of the first message; of a stream without messages, after ``end``.
     """
 
     end: int

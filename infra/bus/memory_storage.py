@@ -354,7 +354,7 @@ async def put_file(
     subject = bus.subjects.contents(gateway, request_id, part)
     suffix = ":again" if again else ""
     for number, at in enumerate(range(0, len(data), CHUNK)):
-        # Sent one at a time, so that a resent chunk is dropped by its id and cannot land behind its successors.
+        # Sent one at a time, so that a resent chunk is dropped by its id and cannot land after its successors.
         await publisher.publish(
             subject,
             data[at : at + CHUNK],

@@ -65,7 +65,7 @@ class WorkerRegistry:
         self._checked = clock()
         self._links = bus.reconnects
         self._mark = (self._checked, 0)  # a position, and when it was noted
-        self._renewed_behind = 0  # position behind which every live worker has renewed its key; 0: not known yet
+        self._renewed_behind = 0  # position after which every live worker has renewed its key; 0: not known yet
         self._reading_ns = 0  # Unix time at which reading of the table began; 0: it is complete
         self.members: dict[str, RegisteredWorker] = {}
         self.stale_keys: set[str] = set()

@@ -86,7 +86,7 @@ def _forked(job: TrialJob, vocabulary: "_Vocabulary | None") -> TrialAnswer:
 
 
 def _limit(cpu_s: float) -> None:
-    """Have the kernel end this process: behind ``cpu_s`` of its own time by SIGPROF, or beyond a limit of memory."""
+    """Have the kernel end this process: after ``cpu_s`` of its own time by SIGPROF, or beyond a limit of memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as statm:

@@ -232,7 +232,7 @@ def _scaled(rope: Mapping[str, Any], named: int, config: Mapping[str, Any]) -> t
     kind, factor = rope_type(rope), _as_number(rope.get("factor"))
     limit = named or _FALLBACK
     original = _positive(rope.get("original_max_position_embeddings"))
-    if kind in ("longrope", "su"):  # behind the original length, short prompts come out worse
+    if kind in ("longrope", "su"):  # after the original length, short prompts come out worse
         original = original or _positive(of_text(config, "original_max_position_embeddings"))
         return min(limit, original or limit), limit
     if kind in _EXTENDED or factor <= 1:

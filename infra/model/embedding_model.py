@@ -47,7 +47,7 @@ _OLD_KEYS = {
 
 
 class Dense(msgspec.Struct, frozen=True):
-    """A layer behind the pooling. ``path``: the folder with its weights."""
+    """A layer after the pooling. ``path``: the folder with its weights."""
 
     path: Path
     in_features: int
@@ -212,7 +212,7 @@ def _dimensions(path: Path, value: Any) -> int:
 
 
 def _modules(path: Path, pooling: str, *, prompted: bool) -> tuple[str, tuple[Dense, ...], bool]:
-    """The pooling, the layers behind it, and whether vectors are normalised, of sentence-transformers' modules.
+    """The pooling, the layers after it, and whether vectors are normalised, of sentence-transformers' modules.
 
     Args:
         prompted: there are prompts that are not empty.
@@ -266,7 +266,7 @@ def _pooling(file: Path, *, prompted: bool) -> str:
 
 def _max_tokens(config: Mapping[str, Any], transformer: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int:
     limits = [value for key in _LENGTH_KEYS if isinstance(value := config.get(key), int)][:1]
-    if config.get("model_type") in _PADDED_POSITIONS:  # positions begin behind the padding token's
+    if config.get("model_type") in _PADDED_POSITIONS:  # positions begin after the padding token's
         limits = [limit - 2 for limit in limits]
     named = (transformer.get("max_seq_length"), tokenizer.get("model_max_length"))
     limits += [int(value) for value in named if isinstance(value, int | float) and 0 < value < _NO_LIMIT]

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import Sequence as InOrder
 from tokenizers.processors import TemplateProcessing
 
 FAST, TEKKEN, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tekken.json", "tiktoken.model", "tokenizer.model"
-_RESERVED = 256  # special tokens behind the vocabulary of Kimi's
+_RESERVED = 256  # special tokens after the vocabulary of Kimi's
 
 
 class BadTokenizer(ValueError):

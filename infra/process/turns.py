@@ -137,7 +137,7 @@ class TurnBudget:
         asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        """Behind the parts of a turn."""
+        """After the parts of a turn."""
         late = self._late
         if late:
             self._at_once = max(1, self._at_once // 2)

@@ -47,7 +47,7 @@ _AROUND: Mapping[str, tuple[list[Message], list[Message]]] = {
 
 
 class PromptEnd(Enum):
-    """Where a prompt ends: where the assistant's next message begins, behind the last message, or behind its text."""
+    """Where a prompt ends: where the assistant's next message begins, after the last message, or after its text."""
 
     generation = "generation"
     last_message = "last_message"
@@ -365,7 +365,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class _KeyedName(str):
-    """A name that is written behind a key, and that a template can compare as if there were none."""
+    """A name that is written after a key, and that a template can compare as if there were none."""
 
     def __new__(cls, key: str, name: str) -> "_KeyedName":
         made = super().__new__(cls, key + name)
@@ -410,7 +410,7 @@ _READS_REASONING = re.compile(r"[.'\"]reasoning\b")
 
 
 def _marked(message: Message, mark: str) -> tuple[str, Message]:
-    """The last text of a message, and a copy with a mark behind it."""
+    """The last text of a message, and a copy with a mark after it."""
     content = message.get("content")
     if isinstance(content, str) and (content.strip() or not message.get("tool_calls")):
         return content, {**message, "content": content + mark}
@@ -429,7 +429,7 @@ def _cut_at(text: str, mark: str, last: str) -> str:
     """A prompt up to the mark, as ``continue_final_message`` of transformers cuts it.
 
     Args:
-        last: the text before the mark. Behind the mark is a space: where the template removes that, it would have
+        last: the text before the mark. After the mark is a space: where the template removes that, it would have
             removed those before the mark, too.
     """
     at = text.rfind(mark)

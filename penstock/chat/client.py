@@ -110,7 +110,7 @@ class StreamedAnswer:
             yield from self._event(event)
 
     def restart(self) -> None:
-        """The stream begins again behind ``last_event``."""
+        """The stream begins again after ``last_event``."""
         self._left = b""
 
     def _event(self, event: bytes) -> list[AnswerDelta]:

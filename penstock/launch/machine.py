@@ -165,8 +165,8 @@ class Listeners:
     def open(self, port: int, gateways: int, *, chosen: bool = False, more: bool = False) -> None:
         """
         Args:
-            chosen: the number of gateways was not set: where the ports behind the shared one are not free, their own
-                are any. So is that of a lone one: another deployment may be meant to have the port behind.
+            chosen: the number of gateways was not set: where the ports after the shared one are not free, their own
+                are any. So is that of a lone one: another deployment may be meant to have the next port.
             more: there may be more of them later.
         Raises:
             CannotListen: an address or a port cannot be used.

@@ -240,7 +240,7 @@ def of_further_cells(up: UpSettings, before: int, metrics_ports: Sequence[int] =
 
 
 def urls_of_cells(url: BrokerUrl, user: str, cells: int) -> tuple[str, ...]:
-    """The brokers of the cells behind the first, as gateways take them."""
+    """The brokers of the cells after the first, as gateways take them."""
     return tuple(url(user, cell).replace(",", ";") for cell in range(1, cells))
 
 

@@ -62,7 +62,7 @@ async def get(host: str, port: int, path: str, timeout_s: float = 2.0, *, tls: b
 
 
 async def get_url(url: str, path: str = "") -> tuple[int, bytes]:
-    """The same for a URL, with ``path`` behind it."""
+    """The same for a URL, with ``path`` after it."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     return await get(parts.hostname or "", parts.port or (443 if tls else 80), parts.path + path, tls=tls)

@@ -2,7 +2,7 @@
 
 Each stream is a snapshot of its own, taken while the deployment runs, so they are of slightly different moments. DONE
 is the last: what ended meanwhile has its record, and what has none in it counts as open. ``restore`` ends such requests
-before any router can see them, and lets routers begin behind all that was restored.
+before any router can see them, and lets routers begin after all that was restored.
 """
 
 import argparse
@@ -397,7 +397,7 @@ async def _restore_streams(nc: Client, folder: Path, cell: CellBackup, *, alone:
 
 
 async def _begin_behind(bus: Bus) -> None:
-    """Make the consumers of routers and gateways begin behind all that was restored.
+    """Make the consumers of routers and gateways begin after all that was restored.
 
     Otherwise they would be given every request of the day once more.
     """

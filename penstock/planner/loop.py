@@ -116,7 +116,7 @@ class PlannerLoop:
         planner_id: of this process.
         model: whose workers are planned.
         say: called with each decision.
-        others: buses of the cells behind the first, which has the lease and the decisions.
+        others: buses of the cells after the first, which has the lease and the decisions.
     """
 
     def __init__(
@@ -303,6 +303,6 @@ def moved(decision: PlanDecision) -> Mapping[Role, int]:
 
 
 def folded(planner: Planner, state: PlannerState, planned: Planned) -> PlannerState:
-    """The state behind a logged decision."""
+    """The state after a logged decision."""
     after, _ = planner.step(state, planned.decision.observed, planned.at_ns / 1e9)
     return after

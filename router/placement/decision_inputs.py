@@ -10,7 +10,7 @@ of them is unfinished there is no hint, so that requests which share a name do n
 
 Every target will have a prefix that many prompts share, such as a system prompt, before long. A request that happens to
 compute it first is not charged for it: otherwise all its traffic would stay at the targets that have it, while others
-are idle. A prefix is shared once ``USES`` prompts for each target went on differently behind it, among the last
+are idle. A prefix is shared once ``USES`` prompts for each target went on differently after it, among the last
 prompts. The turns of one conversation continue in one way, so they stay where they are. Prefixes are counted at some
 lengths, sixteen for each doubling. A prompt adds at most ``ADDED`` of them, the shortest that are not known, so memory
 is bounded by the number of prompts remembered.
@@ -102,7 +102,7 @@ LENGTHS = [*range(1, 16), *(step << octave for octave in range(16) for step in r
 
 
 class SharedPrefixes:
-    """Branches behind prefixes, in two generations: when the younger one is full, the older one is forgotten."""
+    """Branches after prefixes, in two generations: when the younger one is full, the older one is forgotten."""
 
     def __init__(self) -> None:
         self._branches: dict[int, int] = {}  # by the key of a prefix' last block: prompts that went on differently

@@ -6,7 +6,7 @@ subjects that no worker reads; every router notes where the newest copy of a job
 stream, routers read no more requests.
 
 Of unplaced requests in REQUESTS: otherwise a request that waits for an absent worker would be discarded, or would block
-the others: gateways accept no new requests while REQUESTS is full behind the oldest unplaced one. The copy is stored
+the others: gateways accept no new requests while REQUESTS is full after the oldest unplaced one. The copy is stored
 before the old message is acknowledged. In between the request is stored twice, as after a lost acknowledgement: its job
 is stored once, and each message is acknowledged.
 """

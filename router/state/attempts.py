@@ -272,7 +272,7 @@ class EndedAttempts:
     """The highest ended attempt of each request; the requests that ended longest ago are forgotten."""
 
     def __init__(self) -> None:
-        # Oldest first. The first key of a dict is found behind all that were deleted before it: 15 µs at this size.
+        # Oldest first. The first key of a dict is found after all that were deleted before it: 15 µs at this size.
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
     def close(self, request: str, attempt: int) -> None:

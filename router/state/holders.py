@@ -195,7 +195,7 @@ class Holders:
     """The prefixes that targets hold, at most ``max_blocks`` distinct blocks.
 
     At the cap the blocks that were stored or continued longest ago are evicted, last blocks of prompts first. What a
-    target stores behind evicted blocks is refused. So a match reports less than a target holds, never more.
+    target stores after evicted blocks is refused. So a match reports less than a target holds, never more.
     """
 
     def __init__(self, max_blocks: int) -> None:

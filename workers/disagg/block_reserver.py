@@ -295,7 +295,7 @@ def _content(ticket: Ticket) -> tuple[bytes, bytes]:
 def to_read(reservation: BlockReservation) -> tuple[list[int], list[int]]:
     """The positions in a ticket of what is to be read, and the blocks into which it is read.
 
-    The prompt's last block, if it is not full, comes once per choice: each writes its own tokens behind it.
+    The prompt's last block, if it is not full, comes once per choice: each writes its own tokens after it.
     """
     full = len(reservation.digests)
     positions = [*range(reservation.have, full), *[full] * len(reservation.tails)]

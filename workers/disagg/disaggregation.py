@@ -52,7 +52,7 @@ from penstock.workers.session.requests import RunningRequest, next_job, prompt_d
 
 log = structlog.get_logger("worker")
 
-ANNOUNCED = "-announced"  # behind a worker's id, in the subject of what is announced to it
+ANNOUNCED = "-announced"  # after a worker's id, in the subject of what is announced to it
 OTHER_WEIGHTS = "its first tokens came from another revision of the model"
 BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt is queued like any other
 LEASE_MARGIN_NS = 1_000_000_000

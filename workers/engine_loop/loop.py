@@ -105,10 +105,10 @@ BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks pinn
 # with a mock engine on two cores). Engines with longer steps flush every step.
 MIN_FLUSH_S, MAX_FLUSH_S = 0.002, 0.004
 ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
-# Behind a step this short, KV events wait for the next flush, which saves 3 % of the CPU at 64 connections
+# After a step this short, KV events wait for the next flush, which saves 3 % of the CPU at 64 connections
 # (``penstock bench http --concurrency 64``, 40 alternating pairs with a mock engine on two cores).
 FAST_STEP_S = 0.0005
-# How long such an engine waits, behind a flush with first tokens, until they are written. It holds the interpreter, so
+# How long such an engine waits, after a flush with first tokens, until they are written. It holds the interpreter, so
 # they would wait for its next steps, or for ``sys.setswitchinterval``. One that runs ahead waits behind every flush, at
 # most for a share of a step's time: to launch one takes milliseconds of Python. A flush is written 0.2 ms after its
 # step instead of 1.2 (``python -m tests.perf.tuning writes``).
@@ -212,7 +212,7 @@ class EngineLoop:
         self._waits_for_consumer = False  # there is something to do once a flush was consumed
         self._in_flight = 1  # flushes delivered and not yet consumed; without a session, none can leave
         self._ahead = 0  # steps since the last flush
-        self._returned_at = 0.0  # when the last step returned, by the clock; 0: none was in flight behind it
+        self._returned_at = 0.0  # when the last step returned, by the clock; 0: none was in flight after it
         self._step_s = 0.0  # that the last step without prompts took
         self._lead_s = LEAD_S  # from planning a step to the end of the one in flight
         self._lead_is_all = False  # the step in flight is no longer than that: the next is planned immediately
@@ -421,7 +421,7 @@ class EngineLoop:
                 self._calls.pop().set_exception(error)
 
     def _step(self, engine: Engine) -> float:
-        """One step; for how many seconds a command is to be awaited behind it."""
+        """One step; for how many seconds a command is to be awaited after it."""
         pause = 0.0
         began_ns, began = self._wall_ns(), self._clock()
         busy_from = self._waits_from or began  # the device computes while it waits to plan
@@ -543,7 +543,7 @@ class EngineThread:
         return self.built.result(timeout)
 
     def join(self, timeout: float) -> bool:
-        """Block until the engine is closed, behind ``EngineLoop.stop``; not in the event loop. False: it is not yet."""
+        """Block until the engine is closed, after ``EngineLoop.stop``; not in the event loop. False: it is not yet."""
         return self._ended.wait(timeout)
 
     def _run(self) -> None:

@@ -257,7 +257,7 @@ class Sampler(NamedTuple):
 
     Attributes:
         served: as the engine's adapter finds it at the start.
-        notes: options of which more is to be said, as a remark behind what becomes of them.
+        notes: options of which more is to be said, as a remark after what becomes of them.
         refused: options beyond ``served`` that its adapter refuses.
     """
 

@@ -419,7 +419,7 @@ def _pairs_of(engine: EmbeddingEngine, embedding: Embedding, limit: int) -> list
 
 
 def _chunks(texts: Sequence[str], prompt: str) -> Iterator[list[str]]:
-    """Texts behind the prompt, some ``CHUNK`` characters at a time: tokenizing takes hundreds of times their memory."""
+    """Texts after the prompt, some ``CHUNK`` characters at a time: tokenizing takes hundreds of times their memory."""
     chunk: list[str] = []
     size = 0
     for text in texts:

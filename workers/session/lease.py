@@ -345,7 +345,7 @@ class Outbox:
         return self._unsent_bytes
 
     def open(self) -> bool:
-        """Whether nothing is unsent, so that the server reads what is published now behind everything before it."""
+        """Whether nothing is unsent, so that the server reads what is published now after everything before it."""
         # On a new link, what the old one lost is sent first.
         bus = self._bus
         return not self._behind and bus.connected and self._link == bus.reconnects and self._trusted()

@@ -281,7 +281,7 @@ def stamps(running: RunningRequest, offset_ns: int) -> Stamps | None:
 
 
 def next_job(running: RunningRequest, revision: str = "") -> Job:
-    """The job for the next stage, which continues behind what was generated here.
+    """The job for the next stage, which continues after what was generated here.
 
     Args:
         revision: of the weights that generated it; they may have been replaced since the decision.

@@ -159,7 +159,7 @@ class TerminalEvents:
         self._store(running, partial(self._reporter.done, running))
 
     def requeue(self, running: RunningRequest, reason: str, *, poison: bool = False, crashed: bool = False) -> None:
-        """End this attempt; a router places the request again, behind the tokens already streamed.
+        """End this attempt; a router places the request again, after the tokens already streamed.
 
         Args:
             poison: the request may be what broke this worker.

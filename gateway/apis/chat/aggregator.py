@@ -188,7 +188,7 @@ class AnswerAggregator:
         return unpack_tokens(self._request.prompt).tolist() if self._request.shown.token_ids else UNSET
 
     def _echoed_logprobs(self, prompt: PromptEcho, choice: ChoiceState) -> Any:
-        """Log-probabilities of the prompt and the output behind it."""
+        """Log-probabilities of the prompt and the output after it."""
         if self._logprobs is None:
             return None
         logprobs = prompt.completion_logprobs(self._request.sampling.logprobs or 0)

@@ -319,7 +319,7 @@ def rendered(messages: Messages, render: Callable[[Messages], str]) -> str:
 
 
 def _rendered_adapted(messages: Messages, refusal: TemplateError, render: Callable[[Messages], str]) -> str:
-    """As ``rendered``, behind a refusal, which is raised if no adaptation helps."""
+    """As ``rendered``, after a refusal, which is raised if no adaptation helps."""
     reason = str(refusal)
     for adapt in _ADAPTATIONS:
         if (adapted := adapt(messages)) is None:

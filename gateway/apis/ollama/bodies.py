@@ -14,7 +14,7 @@ from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, MAX_STOPS, Penalty, 
 from penstock.gateway.base.request_bodies import CommonOptions, decode_body, unsupported
 
 MAX_IMAGES = 128  # in one message; the gateway's --max-images limits those of a request
-TAG = ":latest"  # what Ollama's clients put behind a name without a tag
+TAG = ":latest"  # what Ollama's clients put after a name without a tag
 
 
 def untagged(name: str, served: Container[str]) -> str:

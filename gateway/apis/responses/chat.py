@@ -268,7 +268,7 @@ class BroughtTools(NamedTuple):
     """Tools that items of the input bring.
 
     Attributes:
-        places: of each, as in "tools[2]" -> "input[0].tools[1]". They stand behind the tools of the body.
+        places: of each, as in "tools[2]" -> "input[0].tools[1]". They stand after the tools of the body.
     """
 
     tools: list[dict[str, Any]]

@@ -40,7 +40,7 @@ _decode_kept = msgspec.json.Decoder(list[InputItem]).decode
 def with_instruction(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """A conversation, and that it is to be summarised.
 
-    Behind a message of the user it is a part of that one, as some templates refuse two in a row.
+    After a message of the user it is a part of that one, as some templates refuse two in a row.
     """
     last = messages[-1]
     if last.role != "user" or last.content is None:

@@ -1,6 +1,6 @@
 """Answers of the Responses API: one JSON body, or server-sent events whose numbers are the same on every gateway. Pure.
 
-The events are a function of the request and its tokens, so that any gateway continues a stream behind any event.
+The events are a function of the request and its tokens, so that any gateway continues a stream after any event.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """The recipes: files of engine arguments with a header in their leading comment.
 
-A recipe is a plain TensorRT-LLM options file, so it also works with ``trtllm-serve``: its header is YAML behind ``#``.
+A recipe is a plain TensorRT-LLM options file, so it also works with ``trtllm-serve``: its header is YAML after ``#``.
 """
 
 import difflib

@@ -355,7 +355,7 @@ async def _export_messages(
 
 
 async def _with_media(exported: _Exported, log: Log, source: LogSource, file: BinaryIO, limit: int) -> Counted:
-    """Write the requests' images behind their messages."""
+    """Write the requests' images after their messages."""
     counted, digests = exported
     if not digests:
         return counted

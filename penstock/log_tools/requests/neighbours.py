@@ -30,7 +30,7 @@ from penstock.schemas.wire import TOKEN_BYTES
 
 LOOK_BACK_S = (5.0, 20.0, 120.0, 600.0)  # in turn, until as many others are found as the router had counted
 MOST = 2_000  # other requests of a worker, or of a router
-LATER_S = 60.0  # behind a request's end, in which the files of a stopped deployment are searched for others' records
+LATER_S = 60.0  # after a request's end, in which the files of a stopped deployment are searched for others' records
 WAITED_NS = 2_000_000  # a request that was placed sooner was not held
 SHOWN = 12
 

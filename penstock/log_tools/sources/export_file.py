@@ -44,7 +44,7 @@ class ReadRequests:
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES)  # noqa: SIM115 - until `close`
         self._sequences = array("Q")
-        self._ends = array("Q", [0])  # in the file; of the message behind the place of its sequence
+        self._ends = array("Q", [0])  # in the file; of the message after the place of its sequence
 
     def add(self, sequence: int, data: bytes) -> None:
         """Sequences ascend; another one is left out.

@@ -191,10 +191,10 @@ def cells_of(source: LogSource) -> list[CellSource]:
     """The cells of the deployment that ``source`` names, home first.
 
     A URL has as many as ``source`` says. A data folder says it itself: in the state of what runs, and by the stores
-    that are in it. Where ``source`` has the namespace of one cell behind the first, it is this cell alone.
+    that are in it. Where ``source`` has the namespace of one cell after the first, it is this cell alone.
 
     Raises:
-        ValueError: there is not one URL for each cell behind the first.
+        ValueError: there is not one URL for each cell after the first.
     """
     if source.file:
         return [CellSource(0, source)]

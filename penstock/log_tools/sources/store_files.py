@@ -57,7 +57,7 @@ _SIZE = struct.Struct("<I")
 _SEQUENCE = TOMBSTONE - 1
 _FLAGS = ERASED | TOMBSTONE
 _SMALLEST = HEADER.size + CHECKSUM_BYTES
-LARGEST_GAP = 1 << 24  # sequences before the last message of a block; behind a larger gap it is damaged
+LARGEST_GAP = 1 << 24  # sequences before the last message of a block; after a larger gap it is damaged
 
 Place = tuple[int, int, int]  # sequence, Unix time in ns, offset in the block
 
@@ -90,7 +90,7 @@ class BlockMessage(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """What finds the next record behind a damaged one.
+    """What finds the next record after a damaged one.
 
     Attributes:
         key: of the block's checksums.
@@ -113,7 +113,7 @@ def resume_pattern(subjects: Sequence[str]) -> re.Pattern[bytes] | None:
 
 
 def _resumed(block: bytes, after: int, seq: int, resume: Resume) -> int:
-    """Offset of the first record behind an offset whose checksum is right; -1: there is none.
+    """Offset of the first record after an offset whose checksum is right; -1: there is none.
 
     Args:
         seq: of the last message before it. Later ones are larger, of tombstones any.
@@ -405,7 +405,7 @@ class StoredStream:
         OSError, msgspec.MsgspecError: it is no stream's folder, or cannot be read.
     Attributes:
         incomplete: the numbers of the blocks, of those that were read, that lack messages because of damage, with the
-            time of the last message behind it (Unix, ns). What the server was writing when it was killed is no damage.
+            time of the last message after it (Unix, ns). What the server was writing when it was killed is no damage.
     """
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None, *, verify: bool = False) -> None:

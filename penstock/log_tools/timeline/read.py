@@ -27,7 +27,7 @@ from penstock.schemas.transfer import Handoff, decode_ledger
 
 NEAR_NS = 100_000_000  # the clocks of a process and of the broker differ by less, or more is read
 LONG_NS = 20_000_000_000  # a window above which the broker filters
-LATE_NS = 60_000_000_000  # behind the end, workers that were lost, or are cancelling, may still send output
+LATE_NS = 60_000_000_000  # after the end, workers that were lost, or are cancelling, may still send output
 NEAR_BATCH, TOKENS_BATCH = 100, 300
 EVERYTHING = ">"
 
@@ -229,7 +229,7 @@ async def _record(bus: Readable, timeline: RequestTimeline, since: int) -> Entry
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.done_of(timeline.request_id)
     if not isinstance(bus, StoredLog):
         return await get_last(bus, stream, subject)
-    # Files have no index of subjects. It is soon behind the request, unless clocks differ, or the request took long.
+    # Files have no index of subjects. It is soon after the request, unless clocks differ, or the request took long.
     near = since + CLOCK_SKEW_NS - NEAR_NS
     stored, name = bus.stream(stream), timeline.request_id
     parts = ((near, near + LONG_NS), (since, near), (near + LONG_NS, 0)) if stored is not None else ()

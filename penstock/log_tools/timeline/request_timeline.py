@@ -59,7 +59,7 @@ class RequestRouted(msgspec.Struct, frozen=True, tag="routed"):
     at_ns: int
     attempt: int
     decision: Decision
-    resumed_tokens: int  # output tokens of earlier attempts that this attempt starts behind, all choices together
+    resumed_tokens: int  # output tokens of earlier attempts that this attempt starts after, all choices together
     candidates: int
     excluded: int  # candidates that could not be chosen
     overlap_blocks: int | None = None  # best of the chosen workers; None: the decision has no score table

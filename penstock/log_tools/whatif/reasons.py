@@ -90,7 +90,7 @@ class WorkerReasons(msgspec.Struct, frozen=True):
     """What became of a worker (or rank of one) in all decisions.
 
     Attributes:
-        chosen: decisions in which it computes the prompt, or generates behind a prefill worker.
+        chosen: decisions in which it computes the prompt, or generates after a prefill worker.
         behind: by term, decisions that another one won, since this one had more of it.
         excluded: by reason, decisions in which it could not be chosen.
         unlisted: decisions whose table, of the cheapest, it is not in.

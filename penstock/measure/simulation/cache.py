@@ -53,7 +53,7 @@ class BlockCache:
         return held, active
 
     def match_lower(self, keys: Sequence[int]) -> list[int]:
-        """How many of these keys, behind those that ``match`` found, are to be brought back from each lower tier."""
+        """How many of these keys, after those that ``match`` found, are to be brought back from each lower tier."""
         found = [0] * len(self._lower)
         for key in keys:
             at = next((number for number, (_, held) in enumerate(self._lower) if key in held), None)

@@ -336,7 +336,7 @@ class SimulatedEngine:
     def _compute(
         self, sequence: EngineSequence, cached_blocks: int, budget: int, work: "_PrefillWork", brought: int = 0
     ) -> int:
-        """Schedule the next chunk of a context, behind cached blocks; its tokens, 0: there are no blocks for it.
+        """Schedule the next chunk of a context, after cached blocks; its tokens, 0: there are no blocks for it.
 
         Args:
             brought: further blocks that come from lower tiers.

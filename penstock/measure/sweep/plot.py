@@ -42,7 +42,7 @@ class PlotLine(NamedTuple):
     """A figure by level: its source, and its style.
 
     Attributes:
-        label: behind the endpoint's name, where a plot has several lines for each.
+        label: after the endpoint's name, where a plot has several lines for each.
     """
 
     figure: str

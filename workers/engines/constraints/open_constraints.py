@@ -12,7 +12,7 @@ TOO_COMPLEX = "the constraint is too complex: use fewer optional properties or a
 
 
 def matcher_of(request: SequenceRequest, grammars: ConstraintCompiler | None) -> Matcher:
-    """The state of a sequence's constraint, behind the tokens of earlier attempts.
+    """The state of a sequence's constraint, after the tokens of earlier attempts.
 
     Raises:
         RequestError: the constraint cannot be compiled, or those tokens do not match it.

@@ -1,7 +1,7 @@
 """The engine made of a scheduler and an executor: each step is planned, computed and committed.
 
 With speculative decoding, the target computes the last token and ``n`` proposed ones in one step and draws a token
-behind each, exactly as it would have drawn them one by one: a draw depends on (seed, choice, position) and the logits
+after each, exactly as it would have drawn them one by one: a draw depends on (seed, choice, position) and the logits
 only. Proposals are accepted as long as they equal the drawn tokens, so the output is that of the target alone, greedy
 and seeded.
 """
@@ -62,7 +62,7 @@ class Drafter(Protocol):
     """Proposes tokens that are likely to come next. Called once per step, with all sequences of its plan."""
 
     def propose(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
-        """Up to ``limits[i]`` tokens behind the known ones of ``plan[i]``; their blocks are allocated.
+        """Up to ``limits[i]`` tokens after the known ones of ``plan[i]``; their blocks are allocated.
 
         Raises:
             EngineError: the device is lost.
@@ -85,11 +85,11 @@ class Speculator:
         self._tokens = tokens
 
     def extend(self, plan: list[ScheduledSequence], scheduler: Scheduler) -> list[ScheduledSequence]:
-        """The plan with proposed tokens behind single ones; they are in ``sequence.draft`` until it is committed."""
+        """The plan with proposed tokens after single ones; they are in ``sequence.draft`` until it is committed."""
         budget = scheduler.max_batched_tokens - sum(scheduled.count for scheduled in plan)
         limits = []
         for scheduled in plan:
-            # What a constraint allows behind a proposed token is known only once that token is.
+            # What a constraint allows after a proposed token is known only once that token is.
             most = 0 if scheduled.sequence.constraint is not None else min(self._tokens, budget)
             limits.append(scheduler.kv_cache.draft_room(scheduled, most))
             budget -= limits[-1]

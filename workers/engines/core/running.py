@@ -209,7 +209,7 @@ class KvCacheManager:
         return self.windows if self.windows is not None and self.windows.only else self.blocks
 
     def admit(self, sequence: Sequence, computed: int) -> None:
-        """A sequence starts behind ``computed`` cached tokens; its blocks are allocated."""
+        """A sequence starts after ``computed`` cached tokens; its blocks are allocated."""
         if self.windows is not None:
             self.windows.admit(sequence, computed)
 
@@ -230,7 +230,7 @@ class KvCacheManager:
         return covered
 
     def draft_room(self, scheduled: ScheduledSequence, wanted: int) -> int:
-        """Allocate for up to ``wanted`` proposed tokens behind a planned one; returns for how many."""
+        """Allocate for up to ``wanted`` proposed tokens after a planned one; returns for how many."""
         sequence, start = scheduled.sequence, scheduled.start
         if scheduled.count != 1 or not scheduled.samples or sequence.lockstep:
             return 0

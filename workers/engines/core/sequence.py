@@ -56,7 +56,7 @@ class Sequence:
     step: int = 0  # number of the last plan it is in
     lockstep: bool = False  # a step depends on the token drawn by the step before in more than its last input
     ended: bool = False  # its blocks are kept until the step that still uses them is done
-    draft: Seq[int] = ()  # proposed tokens behind ``tokens``, in the step that verifies them
+    draft: Seq[int] = ()  # proposed tokens after ``tokens``, in the step that verifies them
     cached: int = 0  # prompt tokens found in the cache at first admission
     named: int = 0  # leading blocks that are in the prefix cache under their digest
     state: object = None  # for the executor: random generator, penalties, ...
@@ -105,7 +105,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 
 def scored_to(scheduled: ScheduledSequence) -> int:
-    """The prompt position behind the last whose log-probability follows from a scheduled sequence's logits."""
+    """The prompt position after the last whose log-probability follows from a scheduled sequence's logits."""
     return min(scheduled.start + scheduled.count + 1, scheduled.sequence.prompt_len)
 
 

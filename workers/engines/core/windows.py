@@ -130,7 +130,7 @@ class WindowRows:
                 missing -= 1
             if missing < first:
                 break
-            border, position = missing, missing * self.block_size  # every border behind needs the missing row, too
+            border, position = missing, missing * self.block_size  # every border after needs the missing row, too
         return border
 
     def offloaded(self, hits: Seq[int], names: Seq[bytes], border: int) -> list[bytes]:
@@ -139,7 +139,7 @@ class WindowRows:
         return [names[n] for n in range(first, border) if n >= len(hits) or hits[n] not in rows]
 
     def admit(self, sequence: Sequence, computed: int) -> None:
-        """A sequence starts behind ``computed`` cached tokens: hold the rows of its window.
+        """A sequence starts after ``computed`` cached tokens: hold the rows of its window.
 
         ``sequence.blocks`` are held, and ``usable`` has found these rows; those in host memory are pinned there.
         """

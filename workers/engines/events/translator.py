@@ -4,7 +4,7 @@ There is one ``EventTranslator`` per publisher (data-parallel rank): block hashe
 and parents. ``PublishedFormat`` reads vLLM's and SGLang's events (TensorRT-LLM's: ``trtllm/kv_events``). Where a block
 belongs to a tenant, vLLM names the salt among the ``extra_keys`` of a prompt's first block, SGLang as ``cache_salt`` of
 every block. With a draft head, SGLang's blocks have pairs of a token and the next one, and the hashes of vLLM 0.33
-cover the tokens and media behind a block that the head reads; blocks with one name can then differ in what follows, and
+cover the tokens and media after a block that the head reads; blocks with one name can then differ in what follows, and
 the name is removed with the last of them. vLLM may keep two copies of a block and reports each; here the block is
 removed with the first of them, so that a router sees fewer blocks than there are, never more. A block that
 cannot be named for certain (unknown parent, another block size, media without a digest of ours) is left out.

@@ -35,7 +35,7 @@ class ConstrainedOutputs:
         self._matchers: dict[object, Matcher] = {}
 
     def add(self, request: SequenceRequest) -> None:
-        """Follow a sequence, behind the tokens of earlier attempts.
+        """Follow a sequence, after the tokens of earlier attempts.
 
         Raises:
             RequestError: its constraint cannot be compiled, or those tokens do not match it.

@@ -514,7 +514,7 @@ class ExternalEngine(Generic[C]):
         self.runtime.loop.post(self.adapter.follower.launch, sequence)
 
     def _renewed(self, sequence: ActiveSequence[C]) -> ActiveSequence[C]:
-        """A sequence that continues behind its tokens so far.
+        """A sequence that continues after its tokens so far.
 
         Raises:
             RequestError: it cannot be computed any more.

@@ -109,7 +109,7 @@ def can_continue(said: Seq[int], abilities: ServerAbilities, tokenizer: Tokenize
 def chat_body_of(
     request: SequenceRequest, said: Seq[int], abilities: ServerAbilities, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The body of a request that continues behind what was generated: what the client said, and little more."""
+    """The body of a request that continues after what was generated: what the client said, and little more."""
     body: dict[str, Any] = msgspec.json.decode(request.chat)
     limit = body.pop("max_tokens", None)
     if said:
@@ -166,7 +166,7 @@ class AnswerText:
         if thought:
             self.thought = True
             self._check("--reasoning-parser", "reasoning")
-        if thought and not self._begun:  # what is thought behind the beginning of the answer has no place in it
+        if thought and not self._begun:  # what is thought after the beginning of the answer has no place in it
             if self._within != THINK:
                 self._within = THINK
                 out.append(THINK)
@@ -179,7 +179,7 @@ class AnswerText:
         return "".join(out)
 
     def close(self) -> str:
-        """The mark behind what is open."""
+        """The mark after what is open."""
         within, self._within = self._within, ""
         if within == CALL:
             return ("" if self._arguments else "{}") + CALLED

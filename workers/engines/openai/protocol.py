@@ -82,7 +82,7 @@ def check(request: SequenceRequest, info: EngineInfo, abilities: ServerAbilities
 def body_of(
     request: SequenceRequest, said: Seq[int], abilities: ServerAbilities, info: EngineInfo, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The body of a request that continues behind what was generated.
+    """The body of a request that continues after what was generated.
 
     Options beyond OpenAI's are named only where a request has them: some servers refuse names that they do not know.
     """

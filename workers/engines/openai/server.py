@@ -1,7 +1,7 @@
 """The shell of engine "openai": finds out what the server can do, asks it, and follows its answers.
 
 A server that refuses because it is busy (429, 503) is asked again when it says, and gets fewer at once
-(``ConcurrencyWindow``). A connection that breaks is opened again, and the answer continues behind what came: the server
+(``ConcurrencyWindow``). A connection that breaks is opened again, and the answer continues after what came: the server
 computes the rest of it from the prompt and what was sent. If the server itself is gone, the engine has failed: its
 worker gives all requests back to routers, which have other workers continue them in the same way.
 """
@@ -369,7 +369,7 @@ class OpenaiFollower(Follower[None, SequenceRequest]):
         self._shown = window.size
 
     async def _follow(self, sequence: ActiveSequence[SequenceRequest]) -> None:
-        """Ask, and ask again behind what came, until the sequence has ended."""
+        """Ask, and ask again after what came, until the sequence has ended."""
         said, tries, received, began = list(sequence.call.generated), 0, 0, time.monotonic()
         while True:
             before, reader = len(said), self._reader(sequence.call, said)

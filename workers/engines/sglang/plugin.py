@@ -1,7 +1,7 @@
 """What SGLang loads into its own processes (entry point ``sglang.srt.plugins``).
 
 SGLang begins each request at the beginning of its grammar. An answer that another worker began is part of the prompt
-here, so its grammar is moved behind those tokens. They are named in a comment before the grammar's text: without this
+here, so its grammar is moved after those tokens. They are named in a comment before the grammar's text: without this
 plugin the engine begins at the beginning, and the worker, which follows the tokens, fails the request.
 """
 

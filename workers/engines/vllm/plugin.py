@@ -1,7 +1,7 @@
 """What vLLM loads into its own processes (entry point ``vllm.general_plugins``).
 
 vLLM begins each request at the beginning of its grammar. An answer that another worker began is part of the prompt
-here, so its grammar is moved behind those tokens before the first new one is drawn.
+here, so its grammar is moved after those tokens before the first new one is drawn.
 """
 
 import importlib
