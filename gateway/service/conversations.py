@@ -111,20 +111,25 @@ class Conversations:
             except ServingError as error:
                 raise ServingError(error.code, f"{field}: {error.message}", param=field) from None
 
-        named = list(wanted.items())
-        chain: list[StoredRequest] = []
-        for at in range(0, len(named), LOOK_UPS):
-            chain += await asyncio.gather(*(find(*each) for each in named[at : at + LOOK_UPS]))
-        if (size := sum(map(_size, chain))) > self._max_bytes:
-            raise invalid("input", f"the responses of all item references have {size} bytes; {self._limit}")
-        items: dict[str | None, InputItem] = {}
-        for turn in await self._turns(chain):
-            items |= {item.id: item for item in (*input_items(turn.id, turn.input), *turn.output)}
-        resolved = []
+        named, refers = list(wanted.items()), {item.id for item in body.input if item.type == REFERENCE}
+        items: dict[str | None, tuple[InputItem, int]] = {}
+        for at in range(0, len(named), LOOK_UPS):  # some at a time, since each holds the whole conversation before it
+            chain = await asyncio.gather(*(find(*each) for each in named[at : at + LOOK_UPS]))
+            for turn in await self._turns(chain):
+                for item in (*input_items(turn.id, turn.input), *turn.output):
+                    if item.id in refers:
+                        items[item.id] = (item, len(msgspec.json.encode(item)))
+        resolved, size = [], 0
         for number, item in enumerate(body.input):
-            if item.type == REFERENCE and item.id not in items:
-                raise _no_item(f"input[{number}].id", item.id or "")
-            resolved.append(items[item.id] if item.type == REFERENCE else item)
+            if item.type == REFERENCE:
+                if item.id not in items:
+                    raise _no_item(f"input[{number}].id", item.id or "")
+                item, length = items[item.id]
+                if (size := size + length) > self._max_bytes:
+                    raise invalid(
+                        "input", f"the items that input refers to have more bytes than allowed; {self._limit}"
+                    )
+            resolved.append(item)
         return msgspec.structs.replace(body, input=resolved)
 
     async def remaining(self, ancestors: Sequence[str], sight: Sight = ALL) -> list[Turn]:

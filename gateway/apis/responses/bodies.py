@@ -307,7 +307,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     phase: str | None = None
     namespace: str | None = None
     input: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     execution: str | None = None
 
 

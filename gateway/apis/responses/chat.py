@@ -282,15 +282,17 @@ class BroughtTools(NamedTuple):
 
 def brought_tools(body: ResponsesRequest, history: Iterable[Turn] = ()) -> BroughtTools:
     """Those of the conversation, each once."""
-    given: Sequence[dict[str, Any]] = body.tools or ()
+    seen = {msgspec.json.encode(tool) for tool in body.tools or ()}
+    first = len(body.tools or ())
     brought: list[dict[str, Any]] = []
     places: dict[str, str] = {}
     inputs = [(turn.input, f"the input of {turn.id}") for turn in history] + [(body.input or (), "input")]
     for items, place in inputs:
         for number, item in enumerate(() if isinstance(items, str) else items):
             for at, tool in enumerate((item.tools or ()) if item.type in _BRINGS_TOOLS else ()):
-                if tool not in given and tool not in brought:
-                    places[f"tools[{len(given) + len(brought)}]"] = f"{place}[{number}].tools[{at}]"
+                if (written := msgspec.json.encode(tool)) not in seen:
+                    seen.add(written)
+                    places[f"tools[{first + len(brought)}]"] = f"{place}[{number}].tools[{at}]"
                     brought.append(tool)
     return BroughtTools(brought, places)
 

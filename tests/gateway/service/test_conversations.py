@@ -37,14 +37,14 @@ class Log:
         return StoredRequest(ASKED, self._last)
 
 
-def over(log: Log, *, answered: bool) -> Conversations:
+def over(log: Log, *, answered: bool, max_bytes: int = 1 << 20) -> Conversations:
     async def has_ended(request: GenerateRequest) -> bool:
         return answered
 
     async def detokenizer(request: GenerateRequest) -> Detokenizer:
         return DETOKENIZER
 
-    return Conversations(log.find, has_ended, detokenizer, 1 << 20)  # type: ignore[arg-type]
+    return Conversations(log.find, has_ended, detokenizer, max_bytes)  # type: ignore[arg-type]
 
 
 async def test_the_record_of_an_answer_that_is_there_is_waited_for() -> None:
@@ -105,3 +105,14 @@ async def test_a_reference_to_what_is_not_stored_is_refused_by_name(name: str) -
     with pytest.raises(ServingError, match=r"input\[0\].id") as caught:
         await over(Responses(), answered=True).without_references(referring(name))
     assert (caught.value.code, caught.value.param) == (Code.invalid_request, "input[0].id")
+
+
+async def test_items_that_are_named_again_and_again_count_each_time() -> None:
+    talk = over(Responses(), answered=True, max_bytes=1000)
+    name = f"msg_{RESPONSE_ID}_0"
+    few = ResponsesRequest(model="m", input=[InputItem("item_reference", id=name)] * 2)
+    assert len((await talk.without_references(few)).input or ()) == 2
+    many = ResponsesRequest(model="m", input=[InputItem("item_reference", id=name)] * 50)
+    with pytest.raises(ServingError, match="the limit is 1000") as caught:
+        await talk.without_references(many)
+    assert caught.value.param == "input"

@@ -96,6 +96,16 @@ def test_tools_that_items_bring_are_offered_once_and_their_errors_name_the_item(
     assert refused.value.param == "input[0].tools[0].type"
 
 
+@pytest.mark.timeout(20)
+def test_tools_of_many_items_are_told_apart_in_linear_time() -> None:
+    tools = [[function(f"f{item}_{number}") for number in range(512)] for item in range(40)]
+    given = [{"type": "additional_tools", "role": "developer", "tools": each} for each in tools]
+    with pytest.raises(ServingError, match="20480 functions, namespaces included; at most 512"):
+        chat_of(
+            parse_response(msgspec.json.encode({"model": "m", "input": [*given, {"role": "user", "content": "a"}]}))
+        )
+
+
 def test_a_search_by_the_server_is_left_out_beside_tools_and_one_by_the_client_is_a_function() -> None:
     server = {"type": "tool_search"}
     assert left_out([server, function("run")]) == ["tools[0]"]
