@@ -22,7 +22,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 PREFIX = "PENSTOCK_"
 
-OTHERS = (  # variables that are no settings
+OTHERS = (  # variables that are not settings
     "IMAGE",
     "GPU_IMAGE",
     "NATIVE_IMAGE",

@@ -86,7 +86,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     slowest_step_ms: int = 0  # of the last 30 to 60 s; 0: none, or unknown
     quiet_ms: int = 0  # since the engine did something, while it has something to do; 0 also if that is unknown
     latency_us: int = 0  # from one token of a sequence to the next; prefill: a prompt; 0: too few lately, or unknown
-    engine_us: int = 0  # that the engine spends on each such token, or prompt; 0: as of ``latency_us``
+    engine_us: int = 0  # that the engine spends on each such token, or prompt; 0: as in ``latency_us``
     work_ns: int = 0  # that it spends on a token, those of prompts included
     decode_us: int = 0  # of a step that computes no prompt; 0: there were too few, or unknown
     core_wait_percent: int = 0  # of the last seconds, that a thread waited for a core, the longest one; 0 also: unknown

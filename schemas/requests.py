@@ -194,7 +194,7 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     hidden: bool = False  # reasoning is left out of the answer
     joined: bool = False  # reasoning is part of the content, with its marks
     functions: tuple[str, ...] = ()  # names of the tools, for formats in which a name is not marked as one
-    thoughts: ThoughtTokens | None = None  # None: the marks are no single tokens, or it is not known
+    thoughts: ThoughtTokens | None = None  # None: the marks are not single tokens, or it is not known
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -444,7 +444,7 @@ def stored_as_fallback(stored: bytes, number: int, attempt: int) -> tuple[Genera
     """A stored request as one of its fallbacks runs it, and as a job holds it: packed if it was.
 
     Args:
-        number, attempt: as of ``fallen_back``.
+        number, attempt: as in ``fallen_back``.
     Raises:
         msgspec.MsgspecError, IndexError: as ``fallen_back``.
     """
@@ -505,7 +505,7 @@ def in_cell(request_id: str, cell: int) -> str:
 
 
 _ANSWERS = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # how ids of answers begin
-_LONGEST_SHOWN = 80  # characters of what is no id
+_LONGEST_SHOWN = 80  # characters of what is not an id
 _LAST_MS = 253_402_300_799_999  # the year 9999, the last that RFC 3339 can write
 
 

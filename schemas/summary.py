@@ -25,7 +25,7 @@ FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 UNKNOWN: Final = "unknown"
 STATES: tuple[State, ...] = get_args(State)
-NOT_SAMPLED = ("embedding", "rerank", "score", "image", "video")  # endpoints whose answers are no drawn tokens
+NOT_SAMPLED = ("embedding", "rerank", "score", "image", "video")  # endpoints whose answers are not drawn tokens
 
 
 LATE_NS = 60_000_000_000
@@ -197,7 +197,7 @@ Kind = TypeVar("Kind", bound=RequestSummary)
 
 
 def of_encoded_done(data: bytes, kind: type[Kind]) -> Kind | None:
-    """As ``of_done``, from an encoded message of DONE; tokens are not decoded. None: it is no record.
+    """As ``of_done``, from an encoded message of DONE; tokens are not decoded. None: it is not a record.
 
     Args:
         kind: what is made: ``RequestSummary``, or the same with other options.

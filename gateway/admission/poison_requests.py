@@ -1,7 +1,7 @@
 """Finds requests that repeat one that crashed every worker: the first repeat runs alone, later ones are refused.
 
-A request that differs a little is no repeat. So verdicts are counted by tenant, too: the requests of one with several
-within an hour are watched, which spares a worker each, and with many nothing more of it is accepted.
+A request that differs a little is not a repeat. So verdicts are counted by tenant, too: the requests of a tenant with
+several within an hour are watched, which spares a worker each; from one with many, nothing more is accepted.
 """
 
 import asyncio

@@ -114,7 +114,7 @@ class MemoryCheck:
 
 
 def _size(count: int) -> str:
-    """Bytes as people read them; less than a unit is no 0."""
+    """Bytes as people read them; less than a unit is not shown as 0."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -70,7 +70,7 @@ _BODY_TYPES: dict[str, type[msgspec.Struct]] = {
     IMAGE: ImageGenerationRequest,
     VIDEO: VideoGenerationRequest,
 }
-# What these hold is no option, or is passed on whole.
+# What these hold is not an option, or is passed on whole.
 _CONTENT = frozenset({"messages", "input", "system", "prompt"})
 _HARMLESS_WITHIN = frozenset({"cache_control"})  # of Anthropic's tools
 _DEEPEST = 4  # levels of options within options
@@ -108,7 +108,7 @@ _read_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ()) -> Sequence[str]:
     """Options of a body that have no effect: names that its API lacks, tools hidden from models, ``unapplied`` ones.
 
-    Options within others have both names, as in "stream_options.include_usage". A body that is no JSON object has none.
+    Options within others have both names, as in "stream_options.include_usage". A body that is not an object has none.
 
     Args:
         unapplied: options that workers of the model announce not to apply.
@@ -258,7 +258,7 @@ def renderer_for(
 ) -> Renderer:
     """
     Args:
-        ended_ns: as of ``aggregator_for``.
+        ended_ns: as in ``aggregator_for``.
         detokenizer: of its model; None: it makes vectors.
         include_usage: of chat and text completions; the others always have it.
     Raises:

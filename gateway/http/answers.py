@@ -300,7 +300,7 @@ class StreamClock:
         self._bytes = 0
 
     def sends(self, items: Sequence[TokenItem], size: int) -> None:
-        """``size`` bytes are about to be sent, rendered from these items; from none: they are no part of the answer."""
+        """``size`` bytes are about to be sent, rendered from these items; none: they are not part of the answer."""
         self._bytes += size
         if not items:
             return

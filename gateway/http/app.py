@@ -105,7 +105,7 @@ class Component(Struct, frozen=True, omit_defaults=True):
 
 
 class Health(Struct, frozen=True):
-    """``status``: "ready" or "not ready", as of ``/health/ready``."""
+    """``status``: "ready" or "not ready", as in ``/health/ready``."""
 
     status: str
     reasons: list[str]

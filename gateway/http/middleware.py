@@ -129,7 +129,7 @@ class TrustedProxies:
         return found is not None and any(found in network for network in self._networks)
 
     def client(self, peer: str, forwarded: Iterable[bytes]) -> str:
-        """The address of the client: the last one that is no trusted proxy's.
+        """The address of the client: the last one that is not a trusted proxy's.
 
         Args:
             forwarded: values of X-Forwarded-For, in their order.

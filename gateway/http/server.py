@@ -90,7 +90,7 @@ class ConnectionOwner(Protocol):
     def closed(self, connection: "HttpConnection") -> None: ...
 
     def malformed(self, connection: "HttpConnection") -> None:
-        """Count what is no HTTP."""
+        """Count what is not HTTP."""
 
 
 _FEW_VALUES = frozenset({b"content-type", b"cache-control", b"x-accel-buffering"})  # of which each line is made once

@@ -57,7 +57,7 @@ class ConnectionCounts:
             process: its id; None: this one's.
             runs: whether a process runs; a killed one does not remove its entry.
         Raises:
-            OSError, ValueError: the descriptor is no such memory.
+            OSError, ValueError: the descriptor is not such memory.
         """
         os.ftruncate(descriptor, TABLE_BYTES)
         self._table = mmap.mmap(descriptor, TABLE_BYTES)

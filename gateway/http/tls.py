@@ -57,7 +57,7 @@ def validity(der: bytes) -> tuple[datetime, datetime]:
     """The first and the last moment of a certificate.
 
     Raises:
-        ValueError, IndexError: it is no certificate.
+        ValueError, IndexError: it is not a certificate.
     """
     _, at, _ = _element(der, 0)  # the certificate
     _, at, _ = _element(der, at)  # what is signed of it

@@ -27,7 +27,7 @@ _NS = 1_000_000_000
 
 class UsageResult(Struct):
     """``images``: pictures and videos that were made. ``num_reasoning_unknown``: requests whose reasoning is not among
-    ``output_reasoning_tokens``, since its marks are no single tokens. What was not grouped by is null."""
+    ``output_reasoning_tokens``, since its marks are not single tokens. What was not grouped by is null."""
 
     input_tokens: int
     input_cached_tokens: int

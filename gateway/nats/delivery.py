@@ -380,7 +380,7 @@ async def _messages(
                 items = await inflight.take()
             except ServingError as error:
                 if error.code is Code.broker_unavailable:
-                    raise  # it is no part of the answer: that comes when the broker stores messages again
+                    raise  # it is not part of the answer: that comes when the broker stores messages again
                 failed = error
             if chunks is None:  # which model answers is known now
                 detokenizer = await gateway.fleet.detokenizer(inflight.request)

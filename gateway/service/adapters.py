@@ -80,7 +80,7 @@ class Operators:
         Args:
             more: what else would allow it, for the error.
         Raises:
-            ServingError: permission_denied; the caller is no operator.
+            ServingError: permission_denied; the caller is not an operator.
         """
         if caller is ANYONE or caller.sees is not None:
             hint = f"send an operator's API key ('penstock keys create --operator'){more}"

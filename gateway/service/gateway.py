@@ -489,7 +489,7 @@ class Gateway:
         """Renders the answer of a request as events.
 
         Args:
-            include_usage, ended_ns: as of ``renderer_for``.
+            include_usage, ended_ns: as in ``renderer_for``.
         Raises:
             ServingError: unsupported: it has no events; model_unavailable: its model cannot be read here.
         """

@@ -67,7 +67,7 @@ class Worst:
 
 
 class LoopLag:
-    """The lag of this event loop. Run ``watch`` in the background once the process is ready: its start is no lag.
+    """The lag of this event loop. Run ``watch`` in the background once the process is ready: its start is not a lag.
 
     Args:
         late: called for each measurement that was late by more than ``LATE_S``.

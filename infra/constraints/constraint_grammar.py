@@ -129,7 +129,7 @@ def compiled(constraint: Constraint, tokenizer: "LLTokenizer", named: Mapping[st
     """A matcher at the beginning of a constraint's grammar.
 
     Args:
-        named: as of ``grammar``.
+        named: as in ``grammar``.
     Raises:
         ConstraintError: it cannot be compiled.
         LibraryError: the installed llguidance has another interface.

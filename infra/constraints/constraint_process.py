@@ -108,7 +108,7 @@ def _compile(job: TrialJob, vocabulary: "_Vocabulary") -> TrialAnswer:
         return TrialAnswer("", "", _estimated(job.text))  # the workers compile with theirs
     except MemoryError:
         return TrialAnswer("crash")
-    except BaseException as error:  # also of the library's own, which are no Exception
+    except BaseException as error:  # also of the library's own, which are not Exception
         return TrialAnswer("", f"{type(error).__name__}: {error}"[: constraint_grammar.MAX_MESSAGE])
     return TrialAnswer("", "", size)
 

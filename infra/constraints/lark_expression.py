@@ -56,7 +56,7 @@ _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/\-#&~\"]")
 
 
 class BadLark(ValueError):
-    """It is no Lark grammar; the text says where."""
+    """It is not a Lark grammar; the text says where."""
 
 
 class NotOneExpression(ValueError):

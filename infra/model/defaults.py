@@ -105,7 +105,7 @@ def ids(key: str, value: Any) -> tuple[int, ...]:
     """Token ids, which files write as a list or as one; (): none is named.
 
     Raises:
-        BadDefaults: it is no id.
+        BadDefaults: it is not an id.
     """
     listed = value if isinstance(value, list) else [] if value is None else [value]
     for each in listed:

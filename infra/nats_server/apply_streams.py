@@ -51,7 +51,7 @@ async def apply(
     Safe to repeat and to run on several machines at once.
 
     Args:
-        size_bytes: of all streams together that are created now, as of ``penstock.schemas.streams.scaled``; 0: their
+        size_bytes: of all streams together that are created now, as in ``penstock.schemas.streams.scaled``; 0: their
             own sizes.
         tags: of the servers of a cluster that keep the streams; a server has to have all of them. Streams that are
             elsewhere move there. Empty: any servers, or those where the streams are.

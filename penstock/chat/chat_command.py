@@ -98,7 +98,7 @@ class AnswerPrinter:
 
 
 def call_line(call: StreamedToolCall) -> str:
-    """A tool call as a line: its arguments in order, or as they came if they are no JSON object."""
+    """A tool call as a line: its arguments in order, or as they came if they are not a JSON object."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}", type=dict)
     except msgspec.MsgspecError:

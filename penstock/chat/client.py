@@ -101,7 +101,7 @@ class StreamedAnswer:
         """Bytes of the stream, in pieces of any length; yields what they add, also before an error in them.
 
         Raises:
-            ValueError: the server reports an error, or this is no such stream.
+            ValueError: the server reports an error, or this is not such a stream.
         """
         *events, self._left = (self._left + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._left) > MAX_EVENT_BYTES:

@@ -184,7 +184,7 @@ def _several(
     groups: list[WorkerGroup] = []
     engine, block_size, texts = "", up.block_size, []
     for stem, (name, folder), given in zip(stems, named, up.model, strict=True):
-        # Workers for images and vectors that have a model of their own are no part of any of these.
+        # Workers for images and vectors that have a model of their own are not part of any of these.
         alone = {"diffusion": 0, "embed": 0, "embed_model": "", "embed_served_name": ""}
         one = msgspec.structs.replace(up, model=(folder,), served_model_name=name, **alone)
         fleet = fleet_of(one, members, read, makes_vectors)

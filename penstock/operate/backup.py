@@ -51,7 +51,7 @@ from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.summary import Criteria
 
-MANIFEST = "backup.json"  # written last: a folder without it is no backup
+MANIFEST = "backup.json"  # written last: a folder without it is not a backup
 FORM = 1
 PIECE_BYTES = 128 << 10
 END_S = 30.0  # for the end of one request to be stored
@@ -255,7 +255,7 @@ def read_manifest(folder: Path) -> Manifest:
     """What a backup has; every file is checked.
 
     Raises:
-        ValueError: the folder is no backup, of a later release, or damaged.
+        ValueError: the folder is not a backup, of a later release, or damaged.
     """
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)

@@ -90,7 +90,7 @@ async def _live(observer: observe.Observer, console: Console, interval_s: float)
 
 @contextlib.contextmanager
 def _ended_by_key() -> Iterator[asyncio.Event]:
-    """An event that q sets, read key by key; nothing sets it where the standard input is no terminal."""
+    """An event that q sets, read key by key; nothing sets it where the standard input is not a terminal."""
     ended = asyncio.Event()
     if not sys.stdin.isatty():
         yield ended

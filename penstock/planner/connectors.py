@@ -157,7 +157,7 @@ class KubernetesApi:
     async def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         """
         Raises:
-            ConnectorFailed: no answer, or one that is no success.
+            ConnectorFailed: no answer, or one that is not a success.
         """
         headers = [("Accept", "application/json"), ("Content-Type", "application/merge-patch+json")]
         if self._token_file is not None:

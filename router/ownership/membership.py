@@ -1,7 +1,7 @@
 """The running routers, by a bucket of leases, and the models that each owns.
 
 Only the owner of a model reads, holds and places its requests, so that they are ordered in one place; the other routers
-of its cell stand by. Ownership improves decisions, but it is no lock: two routers that both believe that they own a
+of its cell stand by. Ownership improves decisions, but it is not a lock: two routers that both believe that they own a
 model, or do not know of each other, are still correct, because message ids keep each attempt stored once. So routers of
 earlier builds, which all place the requests of a busy owner, may run beside those of this one.
 

@@ -5,8 +5,8 @@ same decision faster (``arrays``), where numpy is installed.
 
 The target of a session's last request is a hint for its next one. The prefix index has the cached part of a prompt,
 so the hint has little weight. It helps if the index lacks the conversation: if the target's KV events are late, or the
-new prompt continues the old one in other tokens. Concurrent requests show that a session is no conversation: while one
-of them is unfinished there is no hint, so that requests which share a name do not gather at one target.
+new prompt continues the old one in other tokens. Concurrent requests show that a session is not a conversation: while
+one of them is unfinished there is no hint, so that requests which share a name do not gather at one target.
 
 Every target will have a prefix that many prompts share, such as a system prompt, before long. A request that happens to
 compute it first is not charged for it: otherwise all its traffic would stay at the targets that have it, while others

@@ -423,7 +423,7 @@ class Recovery:
     def _used_up(self, pending: PendingRequest) -> bool:
         """Whether a request may have no further attempt.
 
-        Crashes have a separate limit. Returns by another cell and late starts are no failures of a worker. A fallback
+        Crashes have a separate limit. Returns by another cell and late starts are not failures of a worker. A fallback
         counts from zero.
         """
         uncounted = self._cluster.returned.crashes(pending.request.id) + _in_cells(pending)

@@ -2,7 +2,7 @@
 
 A worker that dies loses its lease, and its requests go elsewhere. A worker whose engine hangs (in a kernel, a driver or
 a lock) keeps renewing it, and nothing else would notice before the requests' deadlines. So workers count their
-engine's steps, and renewals carry the count. Waiting behind others, a long prompt and a slow reader are no stalls:
+engine's steps, and renewals carry the count. Waiting behind others, a long prompt and a slow reader are not stalls:
 the engine makes steps meanwhile. Requests that the router holds are at no worker, and are not watched.
 
 A worker is late if it has computed no prompt for ``LATE`` times as long as its oldest uncomputed one should take, by

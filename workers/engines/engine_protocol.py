@@ -160,7 +160,7 @@ class SequenceRequest(msgspec.Struct):
     salt: str = ""  # sequences with different ones share no cached KV
     no_store: bool = False  # its KV goes to no disk
     chat: bytes = b""  # that its prompt was made of, see ``GenerateRequest``
-    falls_back: bool = False  # another model may run its request, so that a failure before the first token is no loss
+    falls_back: bool = False  # another model may run its request: a failure before the first token is not final
     patience_s: float = 0.0  # of one that falls back: for so long it waits for a busy server; 0: for as long as it may
 
 
@@ -279,7 +279,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     compute_s: float = 0.0  # to compute one, of a prompt; 0: unknown
     logits_errors: int = 0  # calls of logits processors that failed, since start
     reserved_blocks: int = 0  # of the pinned ones: for KV that is being read from other workers
-    slots: int = 0  # sequences that it takes at once, where that changes; 0: as of ``EngineInfo``
+    slots: int = 0  # sequences that it takes at once, where that changes; 0: as in ``EngineInfo``
     gpus: tuple[GpuUse, ...] = ()  # of its other machines
 
 

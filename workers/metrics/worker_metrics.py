@@ -131,7 +131,7 @@ class GpuReader:
     """Reads GPUs in a thread of its own, which does not keep the process from ending: a broken driver may not answer.
 
     Args:
-        read: as of ``GpuMetrics.use``.
+        read: as in ``GpuMetrics.use``.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class WorkerMetrics:
     Args:
         process: the scope of the process.
     Attributes:
-        device: what the engine computes on, as of ``fleet.Registration``.
+        device: what the engine computes on, as in ``fleet.Registration``.
     """
 
     def __init__(self, process: MetricScope) -> None:
@@ -354,7 +354,7 @@ class WorkerMetrics:
             self.grammar_seconds.set(grammars.seconds)
 
     def paced(self, latency_us: int, engine_us: int, work_ns: int, decode_us: int) -> None:
-        """Values as of ``fleet.Load``."""
+        """Values as in ``fleet.Load``."""
         self.token_latency.set(latency_us / 1e6)
         self.token_engine.set(engine_us / 1e6)
         self.token_work.set(work_ns / 1e9)

@@ -84,7 +84,7 @@ class TokenPace:
     Args:
         role: of the worker.
     Attributes:
-        measured: ``latency_us``, ``engine_us``, ``work_ns`` and ``decode_us`` as of ``fleet.Load``.
+        measured: ``latency_us``, ``engine_us``, ``work_ns`` and ``decode_us`` as in ``fleet.Load``.
     """
 
     def __init__(self, role: str) -> None:

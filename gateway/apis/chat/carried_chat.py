@@ -166,7 +166,7 @@ def _response_format(body: ChatCompletionRequest) -> dict[str, Any] | None:
     """What the content must match, in the one form that servers share; None: anything.
 
     Raises:
-        ServingError: it is no JSON schema.
+        ServingError: it is not a JSON schema.
     """
     asked = asked_of_content(body)
     if asked is None:

@@ -1,6 +1,6 @@
 """Answers of Ollama's API: one JSON body, or a line of JSON for each piece.
 
-Durations are those of this gateway: lines are no events that another gateway continues.
+Durations are those of this gateway: lines are not events that another gateway continues.
 """
 
 import time

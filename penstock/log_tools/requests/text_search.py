@@ -147,7 +147,7 @@ def _longest_literal(pattern: re.Pattern[str]) -> bytes:
     return longest.lower() if pattern.flags & re.IGNORECASE else longest
 
 
-_NO_CHARACTERS = re.compile("[\ufffd\ud800-\udfff]")  # the first also represents bytes that are no text
+_NO_CHARACTERS = re.compile("[\ufffd\ud800-\udfff]")  # the first also represents bytes that are not text
 _NOT_ASCII_ALONE = re.compile("[iksIKS]|[^\0-\x7f]")  # "K" also matches the sign of Kelvin, for example
 
 

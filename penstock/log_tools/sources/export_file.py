@@ -163,7 +163,7 @@ def open_export(name: str, *, skip_bad: bool = False) -> Iterator[ExportFile]:
         name: a path, "-" for standard input.
         skip_bad: leave damaged lines out instead of raising.
     Raises:
-        BadLine: it is no export, or a damaged one.
+        BadLine: it is not an export, or a damaged one.
         ValueError: it cannot be opened.
     """
     with _reading(name) as file, contextlib.closing(ReadRequests()) as requests:

@@ -68,8 +68,8 @@ class BlockRecords(NamedTuple):
     Attributes:
         places: of the messages, in the order of their sequences. Erased ones are left out.
         deleted: the sequences that its tombstones name. Those messages may be in any block.
-        first: sequence of the first record that is no tombstone, erased or not; 0: there is none.
-        damaged: bytes that are left out: an end that is no whole record, as when the machine lost power while the
+        first: sequence of the first record that is not a tombstone, erased or not; 0: there is none.
+        damaged: bytes that are left out: an end that is not a whole record, as when the machine lost power while the
             server wrote it, overwritten records, and messages whose sequences do not ascend.
         tail: those of them that are at the end.
     """
@@ -402,7 +402,7 @@ class StoredStream:
         verify: leave out messages whose checksums are wrong, and say so.
     Raises:
         UnreadableFiles: see there.
-        OSError, msgspec.MsgspecError: it is no stream's folder, or cannot be read.
+        OSError, msgspec.MsgspecError: it is not a stream's folder, or cannot be read.
     Attributes:
         incomplete: the numbers of the blocks, of those that were read, that lack messages because of damage, with the
             time of the last message after it (Unix, ns). What the server was writing when it was killed is no damage.
@@ -678,7 +678,7 @@ class Damage(NamedTuple):
 
     Attributes:
         messages: sequences and subjects of those whose checksums are wrong.
-        lost_bytes: that are no whole records.
+        lost_bytes: that are not whole records.
     """
 
     stream: str

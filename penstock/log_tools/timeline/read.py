@@ -102,7 +102,7 @@ async def whole_ids(source: LogSource, ids: Sequence[str]) -> list[str]:
     """The ids of requests, where some are only the beginning of one: all cells are searched for these.
 
     Raises:
-        ValueError: one is no id, or the beginning of none, or of several.
+        ValueError: one is not an id, or the beginning of none, or of several.
         ServingError: a log cannot be read.
     """
     given = list(map(request_of_answer, ids))

@@ -40,7 +40,7 @@ OTHER = "other"
 
 
 class BadTrace(ValueError):
-    """A file that is no trace, or one without kernels and operators."""
+    """A file that is not a trace, or one without kernels and operators."""
 
 
 class Share(Struct, frozen=True):
@@ -144,7 +144,7 @@ async def _record(args: argparse.Namespace) -> Path | None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print one line per kind. Returns 1 if the file is no trace, or the worker recorded none."""
+    """Print one line per kind. Returns 1 if the file is not a trace, or the worker recorded none."""
     parser = Parser(
         prog="penstock profile kernels",
         description="shares of attention and dense layers in a trace of torch's profiler: of a file, or of a worker "

@@ -140,7 +140,7 @@ class SimulatedEngine:
         slowness: factor on the duration of every pass; 2 is half the speed.
         decode_slowness: a further factor on its decode part.
         times: of its passes; None: the mock's.
-        lower: as of ``BlockCache``.
+        lower: as in ``BlockCache``.
         lower_ns: to bring a block back from each lower tier; the pass takes so much longer.
     """
 

@@ -87,7 +87,7 @@ def name_of(value: str, flag: str) -> str:
     """The name in ``NAME=…``.
 
     Raises:
-        BadEndpoint: there is none, or it is no folder's name that we use.
+        BadEndpoint: there is none, or it cannot be used as a folder's name.
     """
     name, mark, url = value.partition("=")
     if not mark or not url:

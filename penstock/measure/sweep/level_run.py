@@ -98,7 +98,7 @@ async def run_level(
         number: of the run.
         show: called from time to time with the number of finished and of failed requests.
     """
-    progress = _Progress(planned, min(limits.failed, len(planned) - 1))  # nothing but failures is no result
+    progress = _Progress(planned, min(limits.failed, len(planned) - 1))  # nothing but failures is not a result
     began_at = datetime.now(UTC).isoformat(timespec="seconds")
     async with (
         Scraper(endpoint.pages, limits.scrape_s) as scraper,

@@ -436,7 +436,7 @@ def _extra(text: str) -> dict[str, Any]:
 def text_of(tokenizer: str) -> TokenText:
     """
     Raises:
-        ModelError: it is no directory, no bundled model and no model of the hub.
+        ModelError: it is not a directory, a bundled model or a model of the hub.
         NoShortWord: its tokenizer cannot meet lengths.
     """
     try:

@@ -53,7 +53,7 @@ def check_machine(
         port: of a gateway that is to be started; not checked if one runs.
         gateway: a gateway answers on it.
         running: the deployment runs, here or elsewhere, so that this may be its gateway.
-        growth: as of ``check_disk``.
+        growth: as in ``check_disk``.
     """
     return [
         check_server_binary(),
@@ -117,7 +117,7 @@ def check_disk(data_dir: Path, growth: Growth | None) -> CheckResult:
 
 
 def check_port(host: str, port: int, *, gateway: bool = False, running: bool = False) -> CheckResult:
-    """Whether a gateway could listen, or one does. ``gateway``, ``running``: as of ``check_machine``."""
+    """Whether a gateway could listen, or one does. ``gateway``, ``running``: as in ``check_machine``."""
     try:
         with socket.create_server((host, port)):
             return ok("port", f"{host}:{port} is free")

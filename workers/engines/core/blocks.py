@@ -354,7 +354,7 @@ class HostCache:
         """Plan to copy pinned names into blocks.
 
         Args:
-            memory_only: as of ``save``, for whom they are loaded.
+            memory_only: as in ``save``, for whom they are loaded.
         """
         for name, block in zip(names, blocks, strict=True):
             self._loads.append((self.names[name], block))

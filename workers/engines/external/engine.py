@@ -82,7 +82,7 @@ class Slots(NamedTuple):
 
 
 class BlockCounts(NamedTuple):
-    """The engine's KV pool, in blocks; fields as of ``EngineStats``."""
+    """The engine's KV pool, in blocks; fields as in ``EngineStats``."""
 
     used: int
     cached: int
@@ -271,7 +271,7 @@ class WeightCommands:
         wake: brings the weights back.
         emptied: an event that says that nothing is cached. vLLM says so in its next step, which may be much later.
         fixed: why they are not replaced; "": they are.
-        stays: as of ``WeightsEngine``.
+        stays: as in ``WeightsEngine``.
     """
 
     path: Path

@@ -171,7 +171,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
-    """Still there. ``gpus``: of a follower's machine, as of ``fleet.Load.gpus``."""
+    """Still there. ``gpus``: of a follower's machine, as in ``fleet.Load.gpus``."""
 
     gpus: tuple[GpuUse, ...] = ()
 
@@ -460,7 +460,7 @@ class NodeGroup:
             own_address: the engine's variable for this machine's address.
 
         Raises:
-            EngineError: as of ``Leader.gather``.
+            EngineError: as in ``Leader.gather``.
         """
         if self._leader is None:
             return {}
@@ -479,7 +479,7 @@ class NodeGroup:
             before: child processes of this one. Those that are new end with it if a machine is lost.
 
         Raises:
-            Exception: of ``make``, or as of ``Leader.unless_lost``.
+            Exception: of ``make``, or as in ``Leader.unless_lost``.
         """
         if self._leader is None:
             return make()

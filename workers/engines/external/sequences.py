@@ -18,7 +18,7 @@ NO_REASON = "the engine ended the output without a reason"
 
 
 class Token(NamedTuple):
-    """One new token; fields as of ``penstock.workers.engines.engine_protocol.Output``."""
+    """One new token; fields as in ``penstock.workers.engines.engine_protocol.Output``."""
 
     token: int
     finish: str = ""

@@ -295,10 +295,10 @@ def build_data_parallel(
 
     Args:
         options: of each rank.
-        sleep: as of ``build``. A step takes as long as that of the slowest rank.
+        sleep: as in ``build``. A step takes as long as that of the slowest rank.
 
     Raises:
-        ValueError: as of ``build``.
+        ValueError: as in ``build``.
     """
     durations: list[float] = []  # of the current step, by rank
 

@@ -248,7 +248,7 @@ class MockExecutor:
         lengths: of answers without a constraint, in tokens: at least, at most; None: they run to ``max_tokens``.
         end: the token that ends them, an EOS of the model.
     Attributes:
-        stays: as of ``WeightStore``; its pages keep their addresses.
+        stays: as in ``WeightStore``; its pages keep their addresses.
         plays: sequences may play a recording: the engine's ``hold`` is a ``Player``'s.
         written: called with the number of leading layers whose KV is in ``blocks`` while the last step of a prompt
             computes the others; None: not called.

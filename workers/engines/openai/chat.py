@@ -138,7 +138,7 @@ class AnswerText:
     """Deltas of an answer → its text, with marks around thoughts and calls.
 
     Args:
-        named: as of ``ServerAbilities``.
+        named: as in ``ServerAbilities``.
         continued: it continues content. Servers that expect an answer to begin with thoughts take it for one.
 
     Attributes:

@@ -62,7 +62,7 @@ TRIES = 3  # of a connection that breaks without a token in between
 MOST_DIGITS = 10  # of a Retry-After in seconds
 OF_REQUESTS = (400, 413, 422)  # statuses by which a server refuses what it was sent, and not who asks it or where
 MOST_EVENT_BYTES = 1 << 20  # one event has a few tokens
-MOST_ANSWER_BYTES = 16 << 20  # of what is no stream of events: the list of models, and answers of few tokens
+MOST_ANSWER_BYTES = 16 << 20  # of what is not a stream of events: the list of models, and answers of few tokens
 TURN_S = 0.05  # between two looks whether the server may be asked, of those that it refused
 BUSY = "the server behind this worker is busy, and asks to wait for {:.1f} s"
 FAILS = "the server fails on this request, and is there; the worker's log has its words"
@@ -122,7 +122,7 @@ class CompletionServer:
     Args:
         url: a user and a password in it are sent, and not shown in ``url``.
     Raises:
-        BadArguments: it is no URL.
+        BadArguments: it is not a URL.
     """
 
     def __init__(self, url: str, key: str) -> None:

@@ -77,7 +77,7 @@ class SglangOutputCursor:
             self.finished = True
             return [], self._failure(reason)
         if reason is not None and isinstance(reason.get("matched"), str):
-            # It is given no strings to stop at: so it ends an output whose logits are no numbers.
+            # It is given no strings to stop at: so it ends an output whose logits are not numbers.
             self.finished = True
             return [], sequences.SequenceFailure(Code.engine_error, f"the engine ended the output: {reason['matched']}")
         new = []

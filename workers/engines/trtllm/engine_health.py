@@ -76,7 +76,7 @@ class Liveness:
     def problem(self, now: float) -> str:
         """Why the engine counts as broken; "": it does not. Called every ``CHECK_S``.
 
-        What a check comes too late by is no sign of the engine: this process had no processor, or was stopped.
+        What a check comes too late by is not a sign of the engine: this process had no processor, or was stopped.
         """
         stalled = now - self.checked - 2 * CHECK_S
         self.checked = now

@@ -209,7 +209,7 @@ def _key_of(value: Any) -> bytes | int:
 
 
 def by_rank(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """Events by rank, in order; those without a valid rank are rank 0's. Empty ones are no events."""
+    """Events by rank, in order; those without a valid rank are rank 0's. Empty ones are not events."""
     events_of: dict[int, list[Mapping[str, Any]]] = {}
     for event in filter(None, events):
         rank = event.get("attention_dp_rank") if isinstance(event, Mapping) else None
