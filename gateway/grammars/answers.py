@@ -188,7 +188,7 @@ class _Tags:
     def _repeat(self, part: dict[str, Any]) -> str:
         least, most = _get(part, "min", int), _get(part, "max", int)
         if not 0 <= least <= MOST_PARTS or (most != -1 and not least <= most <= MOST_PARTS):
-            raise BadTag(f"min and max must be from 0 to {MOST_PARTS}, min at most max; max: -1 is no limit")
+            raise BadTag(f"min and max must be from 0 to {MOST_PARTS}, min at most max; max: -1 means no limit")
         content = self._part(part.get("content"))
         return f"({content}){{{least},{'' if most == -1 else most}}}" if most else '""'
 

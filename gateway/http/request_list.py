@@ -90,7 +90,7 @@ def parse(query: Mapping[str, str], sight: Sight = ALL) -> ListQuery:
     for state in states:
         if state not in STATES:
             names = ", ".join(STATES)
-            raise _invalid("state", f"state {state[:80]!r} is none of {names}; several: state=failed,cancelled")
+            raise _invalid("state", f"state {state[:80]!r} is not one of {names}; several: state=failed,cancelled")
     tenant = query.get("tenant", "")
     if sight.tenant is not None:
         if tenant not in ("", sight.tenant):
@@ -171,7 +171,7 @@ def _moment_ns(name: str, query: Mapping[str, str]) -> int:
             raise _invalid(name, f"{name} {text[:80]!r}: give seconds since 1970, or 2026-11-22T09:30:00Z") from None
         seconds = (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
     if not 0 <= seconds < 1e11:
-        raise _invalid(name, f"{name} {text[:80]!r} is no time since 1970")
+        raise _invalid(name, f"{name} {text[:80]!r} is not a time since 1970")
     return int(seconds * 1e9)
 
 

@@ -263,7 +263,7 @@ async def page_of(listings: Sequence[RequestListing], criteria: Criteria, limit:
 
 def _no_position(text: str) -> ServingError:
     return ServingError(
-        Code.invalid_request, f"{text[:80]!r} is no position: give the last page's `next_after`", param="after"
+        Code.invalid_request, f"{text[:80]!r} is not a position: give the last page's `next_after`", param="after"
     )
 
 

@@ -203,7 +203,7 @@ class Conversations:
 
 def _no_item(field: str, name: str) -> ServingError:
     known = "it was not made here, or its response was deleted; send the item itself"
-    return invalid(field, f"{field} {name[:200]!r} is no item of a stored response: {known}")
+    return invalid(field, f"{field} {name[:200]!r} is not an item of a stored response: {known}")
 
 
 def _size(found: StoredRequest) -> int:

@@ -247,7 +247,7 @@ class Carrier:
         try:
             job = jobs.decode(message.data)
             if not isinstance(job, Job):
-                raise msgspec.ValidationError("it is no job")
+                raise msgspec.ValidationError("it is not a job")
             request = requests.decode(job.request)
             number = number_of(message.subject.rpartition(".")[2])
         except (msgspec.MsgspecError, ValueError) as error:

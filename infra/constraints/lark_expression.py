@@ -413,7 +413,7 @@ def _literal(part: _Part) -> str:
         if number is None:
             return _CONTROL.get(found[5], found[5])
         if (code := int(number, 16)) > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise BadLark(f"line {part.line}: {found[0]} is no character")
+            raise BadLark(f"line {part.line}: {found[0]} is not a character")
         return chr(code)
 
     text = _SPECIAL.sub(lambda found: "\\" + found[0], _ESCAPE.sub(unescaped, quoted[1:-1]))

@@ -111,7 +111,7 @@ def ids(key: str, value: Any) -> tuple[int, ...]:
     for each in listed:
         whole = isinstance(each, int) or (isinstance(each, float) and each.is_integer())
         if isinstance(each, bool) or not whole or each < 0:
-            raise BadDefaults(f"{key} has {each!r}, which is no token id")
+            raise BadDefaults(f"{key} has {each!r}, which is not a token id")
     return tuple(int(each) for each in listed)
 
 

@@ -31,7 +31,7 @@ def user_folder() -> Path:
     about = path.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise FolderTaken(
-            f"{path} is no folder of this user's: have it removed, or set TMPDIR to another folder for temporary files"
+            f"{path} is not a folder of this user: have it removed, or set TMPDIR to another folder for temporary files"
         )
     if stat.S_IMODE(about.st_mode) & 0o077:
         raise FolderTaken(

@@ -253,7 +253,7 @@ def load(file: Path) -> Conversation:
     try:
         return msgspec.json.decode(file.read_bytes(), type=Conversation)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{file} is no saved conversation: {error}") from error
+        raise ValueError(f"{file} is not a saved conversation: {error}") from error
 
 
 def image_url(source: str) -> str:
@@ -268,7 +268,7 @@ def image_url(source: str) -> str:
     kind = "video/mp4" if _is_video(file.name) else mimetypes.guess_type(file.name)[0]
     if kind is None or not kind.startswith(("image/", "video/")):
         raise ValueError(
-            f"{source} is no image or video: its name should end in .png, .jpg, .webp or .gif, or in "
+            f"{source} is not an image or video: its name should end in .png, .jpg, .webp or .gif, or in "
             f"{', '.join(VIDEO_NAMES)}"
         )
     try:

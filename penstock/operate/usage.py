@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
 def _groups(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
     if unknown := [name for name in names if name not in BY]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(BY)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(BY)}")
     return names
 
 

@@ -218,7 +218,7 @@ def scale_path(namespace: str, workload: str) -> str:
     """
     kind, _, name = workload.partition("/")
     if kind not in GROUPS or not name or "/" in name:
-        raise BadCluster(f"{workload!r} is no workload: write {', '.join(f'{each}/NAME' for each in GROUPS)}")
+        raise BadCluster(f"{workload!r} is not a workload: write {', '.join(f'{each}/NAME' for each in GROUPS)}")
     return f"/apis/{GROUPS[kind]}/namespaces/{namespace}/{kind}s/{name}/scale"
 
 

@@ -48,7 +48,7 @@ def check_address(url: str) -> CheckResult:
     try:
         socket.getaddrinfo(host, port)
     except OSError:
-        return problem("broker", f"{host} is no known host", "check the name, in Kubernetes also the namespace")
+        return problem("broker", f"{host} is not a known host", "check the name, in Kubernetes also the namespace")
     try:
         with socket.create_connection((host, port), timeout=3) as link:
             link.settimeout(3)
@@ -57,7 +57,7 @@ def check_address(url: str) -> CheckResult:
         fix = "start it (`penstock up` or `penstock nats`), or check the port and firewalls"
         return problem("broker", f"nothing answers at {host}:{port} ({error.strerror or 'timed out'})", fix)
     if greeting != b"INFO ":
-        return problem("broker", f"what listens at {host}:{port} is no NATS server", "check the port")
+        return problem("broker", f"what listens at {host}:{port} is not a NATS server", "check the port")
     return ok("broker", f"{host}:{port} answers")
 
 
@@ -245,7 +245,7 @@ def _damaged(damages: Sequence[Damage]) -> str:
     messages = [each for damage in damages for each in damage.messages]
     lost = sum(damage.lost_bytes for damage in damages)
     parts = [f"{counted(len(messages), 'message')} with a wrong checksum"] if messages else []
-    parts += [f"{show_size(lost)} that are no whole messages"] if lost else []
+    parts += [f"{show_size(lost)} that are not whole messages"] if lost else []
     text = f"{damages[0].stream} has {' and '.join(parts)} in {', '.join(damage.file for damage in damages[:NAMED])}"
     text += ", …" if len(damages) > NAMED else ""
     names = [f"{seq} ({subject})" for seq, subject in messages[:NAMED]]

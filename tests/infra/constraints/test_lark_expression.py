@@ -204,8 +204,8 @@ def test_other_grammars_have_no_expression(grammar: str, words: str) -> None:
         ('start: "a")', r"line 1: '\)' is not expected here"),
         ('start: "a"\n\nstart: "b"', "line 3: start is defined twice"),
         ('start: "a"\nhello', "line 2: a rule begins with its name and a colon"),
-        (r'start: "\U00110000"', r"line 1: .* is no character"),
-        (r'start: "\ud800"', r"line 1: .* is no character"),
+        (r'start: "\U00110000"', r"line 1: .* is not a character"),
+        (r'start: "\ud800"', r"line 1: .* is not a character"),
     ],
 )
 def test_what_is_no_grammar_is_refused_with_its_line_as_llguidance_refuses_it(grammar: str, words: str) -> None:

@@ -106,5 +106,5 @@ def test_the_cluster_is_found_from_within_a_pod(token: Path) -> None:
 
 @pytest.mark.parametrize("workload", ["penstock-decode", "pod/x", "deployment/", "deployment/a/b"])
 def test_a_workload_is_a_kind_and_a_name(workload: str) -> None:
-    with pytest.raises(BadCluster, match="is no workload"):
+    with pytest.raises(BadCluster, match="is not a workload"):
         scale_path("default", workload)

@@ -229,7 +229,7 @@ def _contradictions(tree: Tree, wanted: SglangSettings) -> list[str]:
         problems += _across(tree, worker.nodes)
     batch = int(tree["chunked_prefill_size"] or 0)
     if worker.role != "decode" and batch > 0 and batch % worker.block_size:
-        problems.append(f"chunked_prefill_size: {batch} is no multiple of --block-size {worker.block_size}")
+        problems.append(f"chunked_prefill_size: {batch} is not a multiple of --block-size {worker.block_size}")
     if worker.lora_slots and ranks_of(tree) > 1:  # with attention DP it takes pinned adapters only
         problems.append("dp_size: SGLang loads no LoRA adapters into several replicas; start a worker for each")
     if worker.kv_blocks and tree["max_total_tokens"] != worker.kv_blocks * worker.block_size:

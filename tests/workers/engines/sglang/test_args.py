@@ -141,7 +141,7 @@ def test_ranks_of_decode_context_parallelism_share_a_block() -> None:
 def test_a_batch_is_whole_blocks() -> None:
     sizes = [resolved(wanting(max_batched_tokens=each)).tree["chunked_prefill_size"] for each in (100, 96, 5)]
     assert sizes == [96, 96, 32]
-    with pytest.raises(BadArguments, match="chunked_prefill_size: 100 is no multiple of --block-size 32"):
+    with pytest.raises(BadArguments, match="chunked_prefill_size: 100 is not a multiple of --block-size 32"):
         resolved(chunked_prefill_size=100)
     assert resolved(wanting(role="decode"), chunked_prefill_size=100).tree["chunked_prefill_size"] == 100
     assert resolved(chunked_prefill_size=-1).tree["chunked_prefill_size"] == -1
