@@ -161,23 +161,29 @@ class ModelStore:
         Raises:
             ServingError: model_unavailable: reading fails or takes too long, or there is no room for it.
         """
-        while True:
-            found = self.get(source)
-            if found is not None:
-                return found.model
-            pending = self._loading.get(source) or self._start(source)
-            try:
-                async with asyncio.timeout(WAIT_S):
+        pending: asyncio.Future[ModelDir] | None = None
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while (found := self.get(source)) is None:
+                    pending = self._loading.get(source)
+                    if pending is None and self._loading and not self.has_room and not self._idle():
+                        # What is being read has the last place, and can be unloaded once it is there.
+                        loading = tuple(self._loading.values())
+                        ended, _ = await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
+                        if (pending := ended.pop()).cancelled():
+                            raise asyncio.CancelledError
+                        continue
                     # Shielded: reading serves all waiting requests, so a client that leaves must not cancel it.
-                    return await asyncio.shield(pending)
-            except TimeoutError:
-                raise _unavailable(
-                    source.name, f"it is still being read from {source.folder} after {WAIT_S:g} s; try again", 5.0
-                ) from None
-            except asyncio.CancelledError:
-                if not pending.cancelled():
-                    raise
-                raise _unavailable(source.name, "this gateway is stopping", 1.0) from None
+                    return await asyncio.shield(pending := pending or self._start(source))
+                return found.model
+        except TimeoutError:
+            raise _unavailable(
+                source.name, f"it is not read from {source.folder} within {WAIT_S:g} s; try again", 5.0
+            ) from None
+        except asyncio.CancelledError:
+            if pending is None or not pending.cancelled():
+                raise
+            raise _unavailable(source.name, "this gateway is stopping", 1.0) from None
 
     def prefetch(self, source: Source) -> None:
         """Begin to read a model that requests are likely to name, if there is room."""
@@ -204,13 +210,17 @@ class ModelStore:
         self._tasks.spawn(self._read(source, done), name="load-model")
         return done
 
+    def _idle(self) -> list[Source]:
+        """Models that may be unloaded."""
+        busy = self._in_use()
+        return [each for each, entry in self._models.items() if not entry.pinned and each.name not in busy]
+
     def _make_room(self, source: Source) -> None:
         """
         Raises:
             ServingError: every other model is in use.
         """
-        busy = self._in_use()
-        idle = [each for each, entry in self._models.items() if not entry.pinned and each.name not in busy]
+        idle = self._idle()
         if not idle:
             raise _unavailable(
                 source.name,

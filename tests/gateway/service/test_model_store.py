@@ -149,17 +149,37 @@ async def test_while_one_is_being_read_another_one_is_there(make: Any) -> None:
     assert await slow is MODEL
 
 
-async def test_reading_takes_no_more_places_than_there_are(make: Any) -> None:
+async def test_reading_takes_no_more_places_than_there_are_and_a_request_waits_for_one(make: Any) -> None:
+    """It was refused for the models with open requests, of which there were none."""
     stage = make(2)
     stage.read.gate.clear()
-    waiting = [asyncio.create_task(stage.store.load(each)) for each in (A, B)]
+    first = asyncio.create_task(stage.store.load(A))
     await asyncio.sleep(0)
-    with pytest.raises(ServingError, match="--max-models"):
-        await stage.store.load(C)
+    stage.store.prefetch(B)
+    waits = asyncio.create_task(stage.store.load(C))
+    await asyncio.sleep(0)
     stage.store.prefetch(C)
-    stage.read.gate.set()
-    await asyncio.gather(*waiting)
     assert "c" not in stage.read.reads
+    stage.busy = {"a"}
+    stage.read.gate.set()
+    assert [await first, await waits] == [MODEL, MODEL]
+    assert (stage.unloaded, stage.read.reads[2:]) == (["b"], ["c"])
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_request_that_waits_for_a_place_in_vain_is_answered(
+    make: Any, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    monkeypatch.setattr(model_store, "WAIT_S", 20.0 if stops else 0.05)
+    stage = make(1)
+    stage.read.gate.clear()
+    stage.store.prefetch(A)
+    waits = asyncio.create_task(stage.store.load(B))
+    await asyncio.sleep(0)
+    if stops:
+        await stage.tasks.aclose()
+    with pytest.raises(ServingError, match="this gateway is stopping" if stops else r"not read .* within 0\.05 s"):
+        await waits
 
 
 async def test_one_that_cannot_be_read_says_why_and_is_tried_again_later(make: Any) -> None:
@@ -197,7 +217,7 @@ async def test_a_model_that_takes_too_long_is_an_answer_and_arrives_for_later_re
     monkeypatch.setattr(model_store, "WAIT_S", 0.01)
     stage = make(2)
     stage.read.gate.clear()
-    with pytest.raises(ServingError, match="still being read") as caught:
+    with pytest.raises(ServingError, match="not read from") as caught:
         await stage.store.load(A)
     assert caught.value.code is Code.model_unavailable
     stage.read.gate.set()
