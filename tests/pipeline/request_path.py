@@ -104,10 +104,10 @@ def without(calls: Iterable[Call], idle: Iterable[Call]) -> list[Call]:
     return [call for call in calls if (call.module, call.name, call.line) not in known]
 
 
-def in_both(calls: Iterable[Call], again: Iterable[Call]) -> list[Call]:
+def in_all(calls: Iterable[Call], *again: Iterable[Call]) -> list[Call]:
     """What happens each time: what a process does now and then is left out."""
-    known = {(call.module, call.name, call.line) for call in again}
-    return [call for call in calls if (call.module, call.name, call.line) in known]
+    known = [{(call.module, call.name, call.line) for call in each} for each in again]
+    return [call for call in calls if all((call.module, call.name, call.line) in each for each in known)]
 
 
 if __name__ == "__main__":
