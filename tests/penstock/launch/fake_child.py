@@ -1,6 +1,5 @@
 """Stands in for a gateway, router or worker: the least that ``penstock up`` looks for, on a real broker."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -8,8 +7,6 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
-
-import nats
 
 from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, WorkerSettings
@@ -31,6 +28,10 @@ class Answers(BaseHTTPRequestHandler):
 
 
 async def register(settings: WorkerSettings) -> None:
+    import asyncio  # late: the others start faster without it
+
+    import nats
+
     nc = await nats.connect(settings.nats_url, inbox_prefix="_INBOX_worker", max_reconnect_attempts=-1)
     me = fleet.Registration(
         "w" + str(os.getpid()), "fake", "aggregated", "mock", time.time_ns(), 32, 1, 1, 64, name=settings.name
@@ -63,6 +64,8 @@ def main() -> None:
         gateway = parse(GatewaySettings, argv, prog=role)
         serve(gateway)
     elif role == "worker":
+        import asyncio
+
         asyncio.run(register(parse(WorkerSettings, argv, prog=role)))
     else:
         parse(RouterSettings, argv, prog=role)
