@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def run_tool(name: str, *arguments: str, cwd: Path | None = None, within_s: float = 170, **variables: str) -> str:
+def run_tool(name: str, *arguments: str, cwd: Path | None = None, within_s: float = 400, **variables: str) -> str:
     """What it printed.
 
     Raises:
