@@ -301,7 +301,7 @@ class PublishedFormat:
         kind = event["type"]
         if kind == "AllBlocksCleared":
             blocks.tree.clear(0)  # caches in other memory are not cleared with it
-        elif event.get("locality") not in (None, "LOCAL"):  # no memory of this worker
+        elif event.get("locality") not in (None, "LOCAL") or _medium_of(event) not in TIERS:  # not this worker's memory
             blocks.counts.filtered += len(event["block_hashes"])
         elif kind == "BlockStored":
             if self._follows(event, blocks):
@@ -311,7 +311,7 @@ class PublishedFormat:
         elif kind == "BlockRemoved":
             if (event.get("group_idx") or 0) == (self._followed or 0):
                 for key in event["block_hashes"]:
-                    blocks.tree.remove(key_of(key), _tier_of(event))
+                    blocks.tree.remove(key_of(key), TIERS[_medium_of(event)])
         else:
             raise ValueError(f"event type {kind!r}")
 
@@ -339,7 +339,7 @@ class PublishedFormat:
                 if copy is None:
                     blocks.counts.unnamed += 1
                 else:
-                    blocks.tree.store(copy.key, copy.parent, copy.digest, _tier_of(event))
+                    blocks.tree.store(copy.key, copy.parent, copy.digest, TIERS[_medium_of(event)])
             return
         if not isinstance(tokens[0], int):
             tokens = [first for first, _ in tokens]
@@ -352,7 +352,7 @@ class PublishedFormat:
         if above is not None and parent is None:
             blocks.counts.unnamed += len(hashes)
             return
-        tier = _tier_of(event)
+        tier = TIERS[_medium_of(event)]
         extras = event.get("extra_keys") or [None] * len(hashes)
         salt = event.get("cache_salt")
         if salt is not None and parent is None:  # the names below it have it in their root
@@ -381,8 +381,8 @@ class PublishedFormat:
         return block_hashes.extend(above, array("I", tokens).tobytes(), within)
 
 
-def _tier_of(event: Mapping[str, Any]) -> int:
-    return TIERS[(event.get("medium") or "").upper()]
+def _medium_of(event: Mapping[str, Any]) -> str:
+    return (event.get("medium") or "").upper()
 
 
 def _is_medium(key: Any) -> bool:

@@ -129,7 +129,10 @@ def decode(payload: bytes, block_size: int = 0) -> NamedBatch | RawBatch:
     try:
         time, events, rank = msgspec.structs.astuple(_decode(payload))
     except msgspec.MsgspecError as error:
-        raise ValueError(f"not a batch of KV events: {error}") from error
+        if not any(isinstance(each, dict) and str(each.get("type")) in _POSITIONS for each in decode_raw(payload)):
+            raise ValueError(f"not a batch of KV events: {error}") from error
+        _, _, *more = msgspec.msgpack.decode(payload)  # arrays, or pairs of tokens
+        return RawBatch(more[0] if more and isinstance(more[0], int) else None)
     if not all(_has_names(event) for event in events):
         return RawBatch(rank)
     for event in events:

@@ -175,7 +175,8 @@ def test_memory_that_is_not_the_workers_own_is_left_out() -> None:
     assert translator.feed([removed(1, locality="REMOTE"), stored([1], TOKENS[:4], medium="cpu")]) == [
         Stored(name, tier=1)
     ]
-    assert (translator.counts.filtered, translator.counts.malformed) == (3, 0)
+    assert translator.feed([stored([2], TOKENS[4:8], parent=1, medium="OBJ"), removed(1, medium="OBJ")]) == []
+    assert (translator.counts.filtered, translator.counts.malformed) == (5, 0)
 
 
 def test_a_host_copy_is_announced_with_its_tier() -> None:

@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -194,6 +196,19 @@ def test_an_unusable_address_is_an_error_and_nothing_stays_open(tmp_path: Path) 
     with pytest.raises(zmq.ZMQError):
         EventPublisher("tcp://192.0.2.1:9", f"ipc://{tmp_path}/other")
     assert first.close()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"],
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]], "block_size": 4},
+    ],
+)
+def test_events_that_are_arrays_or_have_pairs_of_tokens_are_read_with_their_rank(event: Any) -> None:
+    payload = msgspec.msgpack.encode([1.0, [event], 3])
+    assert wire.decode(payload) == wire.RawBatch(3)
+    assert wire.decode_raw(payload)[0]["block_hashes"] == [1]
 
 
 @pytest.mark.parametrize("parts", [[], [b"x"], [b"", b"short", b"payload"]])
