@@ -280,6 +280,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     default_max_tokens: Annotated[
         int, Meta(ge=0, description="output tokens of a request without max_tokens; 0: the rest of the model's context")
     ] = 0
+    clamp_max_tokens: Annotated[
+        bool, about("lower a max_tokens beyond the room in the context instead of refusing the request")
+    ] = False
     max_tenant_file_bytes: Annotated[
         Positive, about("bytes that the files of a tenant may take: what it uploads, and the results of its batches")
     ] = 1 << 30

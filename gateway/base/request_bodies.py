@@ -306,6 +306,7 @@ class PrepareContext(NamedTuple):
         block_size: tokens of a KV block of the model's workers.
         default_max_tokens: output tokens at most if the client does not set max_tokens; 0: the model's own default, or
             the rest of the context.
+        clamp_max_tokens: a limit of output tokens that exceeds the context is lowered, not refused.
         default_deadline_s: if the client sets neither timeout_s nor deadline_s.
         worker_max_model_len: the largest of the workers' limits on prompt + output, in tokens; 0: unknown.
         revision: that the workers serve; "": no worker is known, and block digests use the model directory's.
@@ -334,6 +335,7 @@ class PrepareContext(NamedTuple):
     gateway: str
     block_size: int = 32
     default_max_tokens: int = 0
+    clamp_max_tokens: bool = False
     default_deadline_s: float = 600.0
     worker_max_model_len: int = 0
     revision: str = ""

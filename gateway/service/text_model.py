@@ -403,6 +403,7 @@ class TextModel:
             self._gateway,
             block_size=workers[0].block_size if workers else settings.block_size,
             default_max_tokens=settings.default_max_tokens,
+            clamp_max_tokens=settings.clamp_max_tokens,
             default_deadline_s=settings.default_deadline_s,
             worker_max_model_len=max((w.max_model_len for w in workers), default=0),
             revision=revision if used else "",

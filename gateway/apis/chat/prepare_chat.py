@@ -381,14 +381,16 @@ def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: 
         raise invalid("prompt", "prompt is empty; it must have at least 1 token")
     if prompt_tokens >= limit:
         raise prompt_too_long(f"{prompt_tokens} tokens, which leaves no room for output", limit)
+    rest = limit - prompt_tokens
     if asked is None:
-        rest = limit - prompt_tokens
         return min(_usual_tokens(context) or rest, rest)
-    if prompt_tokens + asked > limit:
+    if asked > rest and context.clamp_max_tokens:
+        return rest
+    if asked > rest:
         raise ServingError(
             Code.context_length_exceeded,
             f"this model's context length is {limit} tokens; the prompt has {prompt_tokens} and max_tokens asks for "
-            f"{asked} more. Set max_tokens to at most {limit - prompt_tokens} or shorten the prompt.",
+            f"{asked} more. Set max_tokens to at most {rest} or shorten the prompt.",
             param="max_tokens",
         )
     return asked

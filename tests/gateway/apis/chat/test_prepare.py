@@ -132,6 +132,12 @@ def test_an_answer_takes_the_room_that_is_left_unless_it_asks_for_more(context: 
     error = refusal(text, context, ids, max_tokens=149)
     assert (error.code, error.param) == (Code.context_length_exceeded, "max_tokens")
     assert all(number in error.message for number in ("2048", "1900", "149", "148"))
+    clamps = context._replace(clamp_max_tokens=True)
+    assert [text(clamps, ids, max_tokens=asked).request.stop.max_tokens for asked in (7, 148, 149, 1 << 30)] == [
+        *(7, 148, 148, 148)
+    ]
+    assert chat(clamps, max_completion_tokens=1 << 20, min_tokens=1 << 19).request.stop.min_tokens <= 2048
+    assert refusal(text, clamps, [5] * 2048, max_tokens=1).code is Code.context_length_exceeded
 
 
 def test_without_max_tokens_an_answer_has_the_rest_of_the_context_up_to_the_gateways_bound(
