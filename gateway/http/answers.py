@@ -402,19 +402,20 @@ class Responder:
                     data = renderer.push(items) or (renderer.ping if started and not items else b"")
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code not in CONTINUES)
+                done = renderer.done
                 if not started:
                     # A stored response is there also if it failed: its last event says so.
                     if renderer.error is not None and not (self._again and inflight.request.endpoint == RESPONSE):
                         raise renderer.error
                     started = True
-                    await self.begin_stream(followed=bool(data) or renderer.done)
-                if data or renderer.done:  # a client that has seen every event still gets the end of the body
+                    await self.begin_stream(followed=bool(data) or done)
+                if data or done:  # a client that has seen every event still gets the end of the body
                     clock.sends(items, len(data))
                     idle.sent()
                     if b"\xe2" in data or b"\xc2" in data:  # their first bytes, found in a fiftieth of the time
                         data = within_lines(data)
-                    await send({"type": "http.response.body", "body": data, "more_body": not renderer.done})
-                if renderer.done:
+                    await send({"type": "http.response.body", "body": data, "more_body": not done})
+                if done:
                     return self._account(renderer)
         finally:
             idle.close()

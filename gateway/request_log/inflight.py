@@ -350,7 +350,7 @@ class InflightRequest:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._nudged = False
-        if self.turns is not None:
+        if self.turns is not None and not self.turns.has_time():
             await self.turns.resume()
         return self._taken()
 

@@ -89,7 +89,7 @@ class TurnBudget:
 
     async def resume(self) -> None:
         """Return before the next part of a running answer, in a turn that has time for it."""
-        while not self._has_time():
+        while not self.has_time():
             await self._later(self._running)
 
     async def enter(self) -> None:
@@ -102,7 +102,7 @@ class TurnBudget:
             await waiter
         else:
             self._woken += 1
-        while not self._has_time():
+        while not self.has_time():
             await self._later(self._new)
 
     def may_read(self, read: Callable[[], None]) -> bool:
@@ -124,7 +124,8 @@ class TurnBudget:
         self._late.append((line, waiter))
         return waiter
 
-    def _has_time(self) -> bool:
+    def has_time(self) -> bool:
+        """Whether this turn has time for the next part. Else ``resume`` waits for one that has."""
         if not self._scheduled:
             self._begin()
         now = self._clock()

@@ -317,7 +317,7 @@ class StreamRenderer:
         out: list[bytes] = []
         state = self._state
         for item in items:
-            if state.done:
+            if state.error is not None or not state.open_choices:
                 break
             if item.choice < WHOLE_REQUEST:
                 if self._echo is not None and item.choice == PROMPT:
@@ -333,7 +333,7 @@ class StreamRenderer:
                 self._texts(out, choice, item.tokens, item.finish)
             if item.finish is not None:
                 self._finish(out, choice, item.finish)
-        if state.done and not self._closed:
+        if (state.error is not None or not state.open_choices) and not self._closed:
             self._closed = True
             self._close(out)
         return b"".join(out)
