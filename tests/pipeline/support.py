@@ -1,6 +1,7 @@
 """Whole deployments as real processes, what their mock engines must answer, and how their streams are read."""
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -182,6 +183,23 @@ class Deployment:
         """Further routers; returns when they take requests."""
         routers = [self.also("router", "--mode", mode, "--name", f"extra-{mode}", *flags) for mode in modes]
         return await _started(routers, "router_open")
+
+    async def command(self, *argv: str) -> tuple[int, str, str]:
+        """Run a ``penstock`` command on the data folder: its exit status, standard output and standard error."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock", *argv, "--data-dir", str(self.data_dir)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self.home,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"},
+        )
+        async with asyncio.timeout(60):
+            out, errors = await process.communicate()
+        return process.returncode or 0, out.decode(), errors.decode()
+
+    async def json_lines(self, *argv: str) -> list[dict[str, Any]]:
+        """What a command prints with ``--json``."""
+        return [json.loads(line) for line in (await self.command(*argv, "--json"))[1].splitlines()]
 
     def logs(self, prefix: str = "") -> str:
         return "\n".join(path.read_text(errors="replace") for path in (self.data_dir / "logs").glob(f"{prefix}*.log"))

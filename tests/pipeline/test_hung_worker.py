@@ -1,10 +1,7 @@
 """A worker that is stopped over and over: the doctor, ``top`` and a metric name it, while it is there and while not."""
 
-import asyncio
-import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, metrics, registrations, until
+from tests.pipeline.support import Deployment, metrics, registrations, until
 
 pytestmark = pytest.mark.timeout(180)
 STOPPED = "worker-1"
@@ -30,20 +27,8 @@ async def bus(fleet: Deployment) -> AsyncIterator[Bus]:
     await bus.close()
 
 
-async def command(fleet: Deployment, *argv: str) -> list[dict[str, Any]]:
-    """What a command prints as lines of JSON."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock", *argv, "--json", "--data-dir", str(fleet.data_dir)),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=fleet.home,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    said, _ = await process.communicate()
-    return [json.loads(line) for line in said.splitlines()]
-
-
 async def seen_by_top(fleet: Deployment) -> dict[str, dict[str, Any]]:
-    (snapshot,) = await command(fleet, "top", "--once")
+    (snapshot,) = await fleet.json_lines("top", "--once")
     return {worker["name"]: worker for worker in snapshot["workers"]}
 
 
@@ -77,7 +62,7 @@ async def test_a_worker_that_is_stopped_over_and_over_is_named(fleet: Deployment
         STOPPED: ("ready", 2),
         "worker-2": ("ready", 0),
     }
-    found = [each for each in await command(fleet, "doctor", "--all") if each["check"] == "leases"]
+    found = [each for each in await fleet.json_lines("doctor", "--all") if each["check"] == "leases"]
     assert [each["status"] for each in found] == ["problem"]
     assert f"{STOPPED} lost its lease 2 times in ten minutes" in found[0]["what"]
     (router,) = [process for process in fleet.state.processes if process.role == "router"]

@@ -1,17 +1,13 @@
 """A worker that is twenty times slower than its peers: ``doctor``, ``top`` and a router's metric name it."""
 
 import asyncio
-import json
-import os
-import sys
-from typing import Any
 
 import httpx
 import pytest
 
 from penstock.schemas.pace import SLOW
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import MODEL, MODEL_NAME, ROOT, START_S, Deployment, metrics, token_prompt, until
+from tests.pipeline.support import MODEL, MODEL_NAME, START_S, Deployment, metrics, token_prompt, until
 
 pytestmark = pytest.mark.timeout(180)
 STRAGGLER = "worker-slow"
@@ -23,18 +19,6 @@ def fleet(new_deployment: NewDeployment) -> Deployment:
     slow = ("--engine", "mock", "--mock-speedup", "0.05", "--model", str(MODEL), "--name", STRAGGLER)
     made.also("worker", *slow).wait_for("worker_registered", START_S)
     return made
-
-
-async def said(fleet: Deployment, *argv: str) -> list[dict[str, Any]]:
-    """What a command prints as lines of JSON."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock", *argv, "--json", "--data-dir", str(fleet.data_dir)),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=fleet.home,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    lines, _ = await process.communicate()
-    return [json.loads(line) for line in lines.splitlines()]
 
 
 @pytest.mark.slow  # doctor/test_doctor has the finding
@@ -67,10 +51,10 @@ async def test_a_worker_that_is_twenty_times_slower_than_its_peers_is_named(flee
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
     assert {name for name, factor in (await slowness()).items() if factor >= SLOW} == {STRAGGLER}
-    (snapshot,) = await said(fleet, "top", "--once")
+    (snapshot,) = await fleet.json_lines("top", "--once")
     factors = {each["name"]: each["slowness"] for each in snapshot["workers"]}
     assert {name for name, factor in factors.items() if factor is not None and factor >= SLOW} == {STRAGGLER}
-    (found,) = [each for each in await said(fleet, "doctor", "--all") if each["check"] == "slow worker"]
+    (found,) = [each for each in await fleet.json_lines("doctor", "--all") if each["check"] == "slow worker"]
     assert found["status"] == "warning"
     assert found["what"].startswith(f"{STRAGGLER} is ")
     assert f"penstock drain {STRAGGLER}" in found["fix"]

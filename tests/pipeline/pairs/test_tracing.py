@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
 from tests.penstock.log_tools.traces.collector import Collector, Got
-from tests.pipeline.support import ROOT, Deployment, ending, parse_sse, registrations, token_prompt, until
+from tests.pipeline.support import Deployment, ending, parse_sse, registrations, token_prompt, until
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STAGES = ["decode", "decode", "prefill", "prefill"]
@@ -59,18 +58,11 @@ def check(spans: list[Got]) -> None:
         assert set(span.links) <= by_id.keys()
 
 
-async def penstock(deployment: Deployment, command: str, *flags: str) -> str:
+async def penstock(deployment: Deployment, *argv: str) -> str:
     """What a command prints."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock", command, "--data-dir", str(deployment.data_dir), *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"},
-    )
-    async with asyncio.timeout(40):
-        said, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    return said.decode()
+    status, printed, errors = await deployment.command(*argv)
+    assert status == 0, errors
+    return printed
 
 
 def pid_of(deployment: Deployment, name: str) -> int:
