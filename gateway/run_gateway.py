@@ -27,7 +27,7 @@ from penstock.gateway.service.model_store import report_ignored
 from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import START_S, Bus, connect, connect_while_running
 from penstock.infra.bus.publisher import Publisher
-from penstock.infra.bus.tasks import Stop, StoppedEarly, count_tasks, end
+from penstock.infra.bus.tasks import ProcessStop, StoppedEarly, count_tasks, end
 from penstock.infra.metrics.scope import process_scope
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
@@ -160,7 +160,7 @@ def check_fallbacks(settings: GatewaySettings, models: Sequence[modeldir.ModelDi
 
 
 async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir], front: Front) -> int:
-    stop = Stop(bound_s=settings.drain_s + END_S)
+    stop = ProcessStop(bound_s=settings.drain_s + END_S)
     stop.on_signals()
     leave = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(LEAVE, leave.set)
@@ -234,7 +234,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     return stop.status
 
 
-async def _asked(stop: Stop, leave: asyncio.Event) -> None:
+async def _asked(stop: ProcessStop, leave: asyncio.Event) -> None:
     """Wait until the gateway is to end, or to leave."""
     waiting = [asyncio.create_task(each, name="asked") for each in (stop.wait(), leave.wait())]
     try:
@@ -243,7 +243,7 @@ async def _asked(stop: Stop, leave: asyncio.Event) -> None:
         await end(waiting, within_s=STOP_S)
 
 
-async def _until_left(server: HttpServer, stop: Stop) -> None:
+async def _until_left(server: HttpServer, stop: ProcessStop) -> None:
     """Accept nothing more, and return when the last connection has closed, or the gateway is to end meanwhile.
 
     Clients may keep an idle connection for longer than after SIGTERM. Their next request is answered with
@@ -260,12 +260,12 @@ async def _until_left(server: HttpServer, stop: Stop) -> None:
     stop.ask()
 
 
-async def _links(settings: GatewaySettings, stop: Stop) -> list[CellLink]:
+async def _links(settings: GatewaySettings, stop: ProcessStop) -> list[CellLink]:
     """To the brokers of all cells. Raises what ``_link`` raises."""
     return [await _link(settings, number, stop) for number in range(settings.cells)]
 
 
-async def _link(settings: GatewaySettings, cell: int, stop: Stop) -> CellLink:
+async def _link(settings: GatewaySettings, cell: int, stop: ProcessStop) -> CellLink:
     """
     Raises:
         ServingError: the home broker does not answer, or refuses the credentials. Other cells are used when they are

@@ -17,7 +17,7 @@ from penstock.infra.bus.connection import START_S, Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.stream_fill import StreamMetrics
-from penstock.infra.bus.tasks import Stop, StoppedEarly, count_tasks
+from penstock.infra.bus.tasks import ProcessStop, StoppedEarly, count_tasks
 from penstock.infra.metrics.scope import PortTaken, check_port, process_scope, serve_page
 from penstock.infra.nats_server.datadir import users_of
 from penstock.infra.process.gc_policy import freeze_loaded
@@ -55,7 +55,7 @@ def run(settings: RouterSettings) -> int:
 
 async def _serve(settings: RouterSettings, users: Mapping[str, str]) -> int:
     check_port(settings.metrics_host, settings.metrics_port)
-    stop = Stop(bound_s=END_S)
+    stop = ProcessStop(bound_s=END_S)
     stop.on_signals()
     connecting = connect(
         settings.nats_url,
@@ -77,7 +77,7 @@ async def _serve(settings: RouterSettings, users: Mapping[str, str]) -> int:
 
 
 async def _run_router(
-    settings: RouterSettings, bus: Bus, publisher: Publisher, stop: Stop, users: Mapping[str, str]
+    settings: RouterSettings, bus: Bus, publisher: Publisher, stop: ProcessStop, users: Mapping[str, str]
 ) -> None:
     scope = process_scope("router", {"namespace": settings.namespace, "process": settings.name})
     metrics = Metrics(scope.child("router"))

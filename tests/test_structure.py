@@ -118,16 +118,13 @@ BY_CHANCE = {
     "tests/chaos/builds.py: infra.cli",  # of older builds
     "tests/chaos/test_builds.py: infra.cli",
 }
-# Public classes of two top-level folders: a message and the process that is about it (Deletion, Load), or an object of
+# Public classes of two top-level folders: a message and the process that is about it (Load), or an object of
 # an API on both sides (ToolCall).
 SHARED_NAMES = {
-    "Deletion",
     "Link",
     "Load",
     "Message",
-    "Pool",
     "SchedulerConfig",
-    "Stop",
     "ToolCall",
     "Usage",
 }

@@ -65,7 +65,7 @@ async def unless(asked: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
 
-class Stop:
+class ProcessStop:
     """When and why a process ends: on SIGTERM or SIGINT, or because one of its tasks failed.
 
     Args:

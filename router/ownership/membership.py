@@ -28,7 +28,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.bus.tasks import Tasks
-from penstock.router.state.lost_workers import Link
+from penstock.router.state.lost_workers import BrokerConnection
 from penstock.schemas import routers, wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.routers import HeldByModel, HeldByTenant, LostLeases, Member
@@ -136,7 +136,7 @@ class Membership:
         self.tail = LogTail.of_bucket(bus, "routers", self._on_entry)
         self._since_ns = self._bus.clock.now_ns()
         self.others: dict[str, _Seen] = {}
-        self._broken: dict[Link, None] = {}
+        self._broken: dict[BrokerConnection, None] = {}
         self._names: Mapping[str, str] = {}
         self.owners: dict[str, str] = {}
         self.own: frozenset[str] = frozenset({REST})
@@ -213,7 +213,7 @@ class Membership:
             headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", "Nats-TTL": "5"}
             await self._bus.nc.publish(self._key, b"", headers=headers)
 
-    def link_broke(self, link: Link) -> None:
+    def link_broke(self, link: BrokerConnection) -> None:
         """Handle the end of a connection to the broker, which may be a router's."""
         if len(self._broken) >= BROKEN_REMEMBERED:
             del self._broken[next(iter(self._broken))]
@@ -326,5 +326,5 @@ def _claims(member: Member) -> tuple[int, tuple[str, ...]]:
     return member.since_ns, member.models
 
 
-def _link(member: Member) -> Link:
-    return Link(member.server, member.connection)
+def _link(member: Member) -> BrokerConnection:
+    return BrokerConnection(member.server, member.connection)

@@ -1,8 +1,8 @@
 """Decides among the targets of a pool, and which held requests have one, by array operations.
 
 The results are those of ``decide.decide`` and of ``cost.is_ready``; property tests compare them. The columns of
-``TargetLoads`` are kept as arrays (``LoadColumns``), and so are the targets of one kind of request (``Pool``). So a
-decision costs the same few operations for any fleet: the formula of ``placement.cost`` at many targets, and for many
+``TargetLoads`` are kept as arrays (``LoadColumns``), and so are the targets of one kind of request (``TargetPool``). So
+a decision costs the same few operations for any fleet: the formula of ``placement.cost`` at many targets, and for many
 requests, at once (``costs``).
 """
 
@@ -190,7 +190,7 @@ IDLE = Load()
 _NO_ROWS: Rows = np.zeros(0, np.intp)
 
 
-class Pool(NamedTuple):
+class TargetPool(NamedTuple):
     """The targets of one kind of request, in the order of ``LoadTracker.targets``.
 
     Attributes:
@@ -323,9 +323,9 @@ class Pools:
     def __init__(self, tracker: LoadTracker) -> None:
         self._tracker = tracker
         self._version = -1
-        self._cache: dict[tuple[str, str | None, str, frozenset[str], str], Pool | None] = {}
+        self._cache: dict[tuple[str, str | None, str, frozenset[str], str], TargetPool | None] = {}
 
-    def pool(self, request: RoutingRequest) -> Pool | None:
+    def pool(self, request: RoutingRequest) -> TargetPool | None:
         """The pool of a request; None: it has to be decided in the general way (``aggregated_pool``)."""
         if not is_plain(request):
             return None
@@ -337,7 +337,7 @@ class Pools:
             self._cache[kind] = self._made(request)
         return self._cache[kind]
 
-    def _made(self, request: RoutingRequest) -> Pool | None:
+    def _made(self, request: RoutingRequest) -> TargetPool | None:
         serving = aggregated_pool(self._tracker, request)
         if not serving:
             return None
@@ -349,7 +349,7 @@ class Pools:
         longest = np.array([each.max_model_len for each in registrations], np.float64)
         sizes = {each.block_size for each in registrations}
         largest = np.array([each.total_blocks * each.block_size for each in registrations], np.float64)
-        return Pool(
+        return TargetPool(
             ids,
             registrations,
             {target: at for at, target in enumerate(ids)},
@@ -424,7 +424,14 @@ class ArrayDecisions:
         return RoutingDecision((Stage("aggregated", chosen.worker, chosen.rank),), table, chosen.overlap_blocks)
 
     def _table(
-        self, pool: Pool, request: RoutingRequest, target_costs: Costs, at: Rows, blocks: Column, free: int, now_ns: int
+        self,
+        pool: TargetPool,
+        request: RoutingRequest,
+        target_costs: Costs,
+        at: Rows,
+        blocks: Column,
+        free: int,
+        now_ns: int,
     ) -> tuple[Candidate, ...]:
         """The score table of the targets ``at`` these places of the pool, of which the first ``free`` have room.
 
@@ -439,7 +446,7 @@ class ArrayDecisions:
         loads = self._columns.loads(pool.rows[at], now_ns)
         return tuple(map(candidate_of, ids, blocks.astype(np.int64).tolist(), loads, scores, rejections))
 
-    def room_of(self, request: RoutingRequest, now_ns: int) -> tuple[Pool, float]:
+    def room_of(self, request: RoutingRequest, now_ns: int) -> tuple[TargetPool, float]:
         """The pool of a request that an ``aggregated_pool`` serves, and the most blocks that a target of it has room
         for (``TargetTerms``)."""
         pool = self._pools.pool(request)

@@ -23,7 +23,7 @@ from penstock.infra.bus.direct_get import get, get_last
 from penstock.infra.bus.forget import AWAY_S, DeletedRequests, Eraser, ReplicaAway, find_ended, forget_messages
 from penstock.infra.bus.tasks import Tasks
 from penstock.schemas import control
-from penstock.schemas.deletions import Deletion as Note
+from penstock.schemas.deletions import Deletion
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import request_of
 from penstock.schemas.wire import encode
@@ -36,7 +36,7 @@ TOGETHER_S = 0.5  # within which routers begin to erase the same message; those 
 ERASE_AGAIN_S = 5.0  # after a failure, or while a replica is away
 
 
-class Deletion:
+class RequestDeleter:
     """
     Attributes:
         deleted: the requests that were deleted lately.
@@ -157,7 +157,7 @@ class Deletion:
             self.clean_server = server
         return left
 
-    async def _erase_noted(self, request: str, note: Note) -> None:
+    async def _erase_noted(self, request: str, note: Deletion) -> None:
         bus, subjects = self._bus, self._bus.subjects
         for stream, sequences in note.messages.items():
             for seq in sequences:

@@ -46,7 +46,7 @@ from penstock.router.recovery.recovery import Recovery
 from penstock.router.recovery.stalled_requests import resteer, watch
 from penstock.router.recovery.terminal_events import TerminalPublisher
 from penstock.router.service.cell_costs import CellCosts
-from penstock.router.service.deletion import Deletion
+from penstock.router.service.deletion import RequestDeleter
 from penstock.router.service.maintenance import Maintenance
 from penstock.router.service.usage_ledger import UsageLedger
 from penstock.router.state.cluster_state import ClusterListener, ClusterState
@@ -102,7 +102,7 @@ class Router:
         self.tasks = bus.tasks.group("router")
         self._background = BackgroundTasks(bus, self.tasks)
         self.memory = MemoryStreams(bus)
-        self.deletion = Deletion(bus)
+        self.deletion = RequestDeleter(bus)
         self.cluster = ClusterState(bus, settings, self.deletion.deleted.until, self.deletion.came_back)
         self.deletion.deleted.noted = self.cluster.forget
         self.decider = Decider(self.cluster, settings, metrics)

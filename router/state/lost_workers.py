@@ -29,7 +29,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.routers import LostLeases
 
 
-class Link(NamedTuple):
+class BrokerConnection(NamedTuple):
     """A connection to the broker: id of the server, and of the connection there."""
 
     server: str
@@ -53,7 +53,7 @@ class DisconnectWatch:
 
     def __init__(self, is_worker: Callable[[str], bool]) -> None:
         self._is_worker = is_worker
-        self.link_broke: Callable[[Link], None] = lambda link: None
+        self.link_broke: Callable[[BrokerConnection], None] = lambda link: None
         self.broken: dict[str, float] = {}
         self._system: Bus | None = None
 
@@ -85,7 +85,7 @@ class DisconnectWatch:
 
     async def _on_disconnect(self, message: Any) -> None:
         event = _read(message.data)
-        self.link_broke(Link(event.server.id, event.client.id))
+        self.link_broke(BrokerConnection(event.server.id, event.client.id))
         if self._is_worker(event.client.name):
             self.broken[event.client.name] = time.monotonic()
 

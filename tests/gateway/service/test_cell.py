@@ -19,7 +19,7 @@ from penstock.gateway.service import gateway as gateway_module
 from penstock.gateway.service.cell import Cell
 from penstock.gateway.service.gateway import Gateway
 from penstock.infra.bus.direct_get import read
-from penstock.infra.bus.tasks import Stop
+from penstock.infra.bus.tasks import ProcessStop
 from penstock.infra.model.modeldir import ModelDir
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import requests
@@ -76,7 +76,7 @@ async def test_a_cell_whose_streams_come_later_holds_no_gateway_up(
         cell_nats_urls=(second.url("operator"),),
     )
     async with asyncio.timeout(30):
-        (home, other) = await run_gateway._links(settings, Stop(bound_s=1.0))
+        (home, other) = await run_gateway._links(settings, ProcessStop(bound_s=1.0))
     assert home.connecting is None
     connecting = other.connecting
     assert connecting is not None

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from penstock.infra.bus.tasks import EXIT_FAILED, EXIT_OK, Stop, Tasks, as_serving_error, count_tasks, end
+from penstock.infra.bus.tasks import EXIT_FAILED, EXIT_OK, ProcessStop, Tasks, as_serving_error, count_tasks, end
 from penstock.schemas.errors import Code, ServingError
 
 
@@ -174,18 +174,18 @@ async def test_ending_single_tasks_takes_those_that_are_over_and_none() -> None:
 
 async def test_a_process_ends_when_asked_and_when_a_task_failed() -> None:
     loop = asyncio.get_running_loop()
-    stop = Stop()
+    stop = ProcessStop()
     stop.on_signals()
     try:
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait_for(stop.wait(), 5)
         assert stop.status == EXIT_OK
-        stop = Stop()
+        stop = ProcessStop()
         stop.on_signals()
         Tasks("worker", stop.failed).spawn(fails(ValueError("broken")), name="stage")
         await asyncio.wait_for(stop.wait(), 5)
         assert stop.status == EXIT_FAILED
-        stop = Stop()
+        stop = ProcessStop()
         stop.on_signals()
         Tasks("worker").spawn(fails(ValueError("broken")), name="stage")  # no handler: SIGTERM
         await asyncio.wait_for(stop.wait(), 5)

@@ -12,7 +12,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.ownership import intake, membership
 from penstock.router.ownership.intake import redeliver
 from penstock.router.ownership.membership import Membership
-from penstock.router.state.lost_workers import Link
+from penstock.router.state.lost_workers import BrokerConnection
 from penstock.schemas import routers, wire
 from penstock.schemas.routers import HeldByTenant, Member
 from penstock.schemas.subjects import Subjects
@@ -25,9 +25,9 @@ def member_of(one: Routing) -> Membership:
     return one.router.intake.membership
 
 
-def link_of(one: Routing) -> Link:
+def link_of(one: Routing) -> BrokerConnection:
     nc = one.bus.nc
-    return Link(nc._server_info["server_id"], nc.client_id)
+    return BrokerConnection(nc._server_info["server_id"], nc.client_id)
 
 
 def helps(one: Routing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ async def test_what_an_earlier_build_shares_is_left_to_its_routers_as_long_as_th
 ) -> None:
     """A lease with ``shares`` asks the other routers of that build for help, and none of this one."""
     monkeypatch.setattr(routers, "LEASE_S", 3600.0)
-    link = Link("elsewhere", 7)
+    link = BrokerConnection("elsewhere", 7)
     key = f"$KV.{pipeline.bucket('routers')}.earlier"
     earlier = wire.encode(Member("earlier", 1, (MODEL,), *link, shares=(MODEL,)))
     await clients.bus.js.publish(key, earlier, headers={"Nats-TTL": "60"})
@@ -445,7 +445,7 @@ async def test_a_renewal_that_is_read_after_the_end_of_its_connection_revives_no
 ) -> None:
     async with routing(broker, pipeline) as one:
         await clients.stub("w1")
-        link = Link("elsewhere", 7)
+        link = BrokerConnection("elsewhere", 7)
         key = f"$KV.{pipeline.bucket('routers')}.lost"
         lost = wire.encode(Member("lost", 1, (MODEL,), *link))
         await clients.bus.js.publish(key, lost, headers={"Nats-TTL": "60"})
