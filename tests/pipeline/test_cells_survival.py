@@ -19,7 +19,7 @@ from penstock.schemas.requests import cell_in
 from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Event, Oracle, joined, parse_sse, until, words
-from tests.pipeline.test_cell_tools import command
+from tests.pipeline.test_cells import command
 
 HOME, OTHER = "nats", "nats-1"
 REFUSED_S = 15.0  # within which a request is accepted or refused
