@@ -53,6 +53,7 @@ NEW_TEXT = 65_536  # characters, of which words keep the interpreter for 2 ms; t
 CACHED_BYTES = 16 << 20
 CACHED_PIECES_BYTES = 8 << 20  # of pieces and their ids: 6,000 of them, 600,000 tokens
 PIECE = 512  # characters of a piece, or a few more; to look one up takes a tenth of what its words take
+_SHORT = 32  # characters, which the tokenizer encodes as fast as another text takes to be passed to it
 _NOTED = 1 << 18  # pieces, as one byte each
 _WORD = 32  # characters of a word that is kept
 _WORD_BYTES = 200  # of a word, its ids' head and their place
@@ -100,33 +101,41 @@ class TextEncoder:
     def _known(self, splitter: "_Split", text: str) -> bytes:
         """The ids by words and pieces."""
         found, words, left = [], self.known_words, NEW_TEXT
-        late: list[tuple[int, bool, list[str]]] = []  # for the tokenizer: place, whether it is kept, pieces in a row
+        late: list[tuple[int, list[str], bool]] = []  # for the tokenizer: place, texts in a row, whether it is kept
+        row: list[str] | None = None  # the last of them, to which what follows may be added
         for number, part in enumerate(splitter.parts(text)):
             if number % 2:
-                found.append(words[part])
+                if row is None:
+                    found.append(words[part])
+                else:
+                    row.append(part)
                 continue
             for piece in splitter.pieces(part):
                 again = len(piece) >= PIECE and self.known_pieces.comes_again(piece)
                 if again and (ids := self.known_pieces.get(piece)) is not None:
                     found.append(ids)
+                    row = None
                     continue
                 left -= len(piece)
-                if left < 0 or (split := splitter.words(piece)) is None:
-                    if again or not late or late[-1][:2] != (len(found) - 1, False):
-                        late.append((len(found), again, []))
-                        found.append(b"")
-                    late[-1][2].append(piece)
-                    continue
-                ids = b"".join(map(words.__getitem__, split))
-                found.append(ids)
-                if again:
-                    self.known_pieces.put(piece, ids)
+                split = splitter.words(piece) if left >= 0 and (row is None or len(piece) > _SHORT) else None
+                if split is not None:
+                    ids = b"".join(map(words.__getitem__, split))
+                    found.append(ids)
+                    row = None
+                    if again:
+                        self.known_pieces.put(piece, ids)
+                elif row is not None and not again:
+                    row.append(piece)
+                else:
+                    late.append((len(found), [piece], again))
+                    found.append(b"")
+                    row = None if again else late[-1][1]
         if late:
-            encoded = self._tokenize(["".join(pieces) for _, _, pieces in late], special=False)
-            for (place, again, pieces), each in zip(late, encoded, strict=True):
+            encoded = self._tokenize(["".join(texts) for _, texts, _ in late], special=False)
+            for (place, texts, again), each in zip(late, encoded, strict=True):
                 found[place] = ids = each.tobytes()
                 if again:
-                    self.known_pieces.put(pieces[0], ids)
+                    self.known_pieces.put(texts[0], ids)
         return b"".join(found)
 
     def _tokenize(self, texts: list[str], special: bool) -> "list[array[int]]":

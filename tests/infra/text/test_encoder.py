@@ -165,6 +165,7 @@ def test_texts_that_begin_alike_share_pieces_and_have_the_tokenizers_ids(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_encoder, "PIECE", 5)
         patch.setattr(text_encoder, "NEW_TEXT", most)
+        patch.setattr(text_encoder, "_SHORT", 6)
         for text in (beginning + ends[0], beginning + ends[1], beginning + ends[0]):
             assert list(encoder(pattern).encode(text, special=False)) == expected(tokenizer(pattern), text)
 
