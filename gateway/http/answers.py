@@ -84,8 +84,8 @@ BodyAnswer = Callable[
 Answer = Callable[[Gateway, HttpExchange], Awaitable[str]]
 
 
-class Generations:
-    """The POST endpoints that generate something: read the body, have the request accepted, send its answer.
+class GenerationEndpoint:
+    """A POST endpoint that generates something: reads the body, has the request accepted, sends its answer.
 
     Args:
         endpoint: what ``Gateway.prepare`` makes of the body, as in ``GenerateRequest.endpoint``.
@@ -100,8 +100,8 @@ class Generations:
         gateway: Gateway,
         endpoint: str,
         answer: Answer,
-        refuse: "SendError | None" = None,
-        answer_body: "BodyAnswer | None" = None,
+        refuse: SendError | None = None,
+        answer_body: BodyAnswer | None = None,
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint

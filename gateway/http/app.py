@@ -47,7 +47,15 @@ from penstock.gateway.base.request_bodies import (
 )
 from penstock.gateway.batches.driver import Batches
 from penstock.gateway.http import asgi, request_list
-from penstock.gateway.http.answers import INTERNAL, JSON, Generations, Reattach, answer_text, send_error, send_refusal
+from penstock.gateway.http.answers import (
+    INTERNAL,
+    JSON,
+    GenerationEndpoint,
+    Reattach,
+    answer_text,
+    send_error,
+    send_refusal,
+)
 from penstock.gateway.http.batches import FilesAndBatches
 from penstock.gateway.http.images import GeneratedFiles, ImageReattach, answer_images, base_url
 from penstock.gateway.http.ollama import OllamaModels, answer_load, asks_ollama, send_ollama_error
@@ -159,8 +167,9 @@ async def send_message_error(send: asgi.Send, error: ServingError, request_id: s
 log = structlog.get_logger("gateway")
 
 
-class Computed:
-    """
+class JsonEndpoint:
+    """A POST endpoint that is answered here, without a request to a worker.
+
     Args:
         compute: from a body and its caller to what is sent as JSON; raises ``ServingError``.
         refuse: sends an error.
@@ -289,24 +298,24 @@ def application(gateway: Gateway, batches: Batches) -> asgi.App:
 def _answering(gateway: Gateway) -> dict[str, asgi.App]:
     """Endpoints that answer a body, by path."""
     return {
-        "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
-        "/v1/completions": Generations(gateway, COMPLETION, answer_text, answer_body=answer_prompts),
-        "/v1/responses": Generations(gateway, RESPONSE, answer_response),
-        "/v1/responses/compact": Generations(gateway, COMPACTION, answer_text),
-        "/v1/responses/input_tokens": Computed(gateway, gateway.input_tokens),
-        "/v1/messages": Generations(gateway, MESSAGE, answer_text, send_message_error),
-        "/v1/messages/count_tokens": Computed(gateway, partial(gateway.compute, count_message), send_message_error),
+        "/v1/chat/completions": GenerationEndpoint(gateway, CHAT, answer_text),
+        "/v1/completions": GenerationEndpoint(gateway, COMPLETION, answer_text, answer_body=answer_prompts),
+        "/v1/responses": GenerationEndpoint(gateway, RESPONSE, answer_response),
+        "/v1/responses/compact": GenerationEndpoint(gateway, COMPACTION, answer_text),
+        "/v1/responses/input_tokens": JsonEndpoint(gateway, gateway.input_tokens),
+        "/v1/messages": GenerationEndpoint(gateway, MESSAGE, answer_text, send_message_error),
+        "/v1/messages/count_tokens": JsonEndpoint(gateway, partial(gateway.compute, count_message), send_message_error),
         **{
-            path: Generations(gateway, kind, answer_text, send_ollama_error, partial(answer_load, kind))
+            path: GenerationEndpoint(gateway, kind, answer_text, send_ollama_error, partial(answer_load, kind))
             for kind, path in ((OLLAMA_CHAT, "/api/chat"), (OLLAMA_GENERATE, "/api/generate"))
         },
-        "/api/show": Computed(gateway, OllamaModels(gateway).show, send_ollama_error),
-        EMBEDDINGS_PATH: Generations(gateway, EMBEDDING, answer_text),
-        **{path: Generations(gateway, RERANK, answer_text) for path in (RERANK_PATH, "/v2/rerank")},
-        SCORE_PATH: Generations(gateway, SCORE, answer_text),
-        "/tokenize": Computed(gateway, partial(gateway.compute, tokenize)),
-        "/detokenize": Computed(gateway, partial(gateway.compute, detokenize)),
-        **{path: Generations(gateway, kind, answer_images) for kind, path in IMAGE_PATHS.items()},
+        "/api/show": JsonEndpoint(gateway, OllamaModels(gateway).show, send_ollama_error),
+        EMBEDDINGS_PATH: GenerationEndpoint(gateway, EMBEDDING, answer_text),
+        **{path: GenerationEndpoint(gateway, RERANK, answer_text) for path in (RERANK_PATH, "/v2/rerank")},
+        SCORE_PATH: GenerationEndpoint(gateway, SCORE, answer_text),
+        "/tokenize": JsonEndpoint(gateway, partial(gateway.compute, tokenize)),
+        "/detokenize": JsonEndpoint(gateway, partial(gateway.compute, detokenize)),
+        **{path: GenerationEndpoint(gateway, kind, answer_images) for kind, path in IMAGE_PATHS.items()},
     }
 
 

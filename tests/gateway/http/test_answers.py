@@ -17,7 +17,7 @@ from penstock.gateway.apis.responses.bodies import ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.base.event_stream import COMMENT as PING_COMMENT
-from penstock.gateway.http.answers import Generations, IdleTimer, Responder, SendError, answer_text, send_error
+from penstock.gateway.http.answers import GenerationEndpoint, IdleTimer, Responder, SendError, answer_text, send_error
 from penstock.gateway.http.app import send_message_error
 from penstock.gateway.http.server import SCOPE
 from penstock.gateway.request_log.inflight import InflightRequest
@@ -170,7 +170,7 @@ async def test_a_request_waits_for_its_portion_when_its_body_has_arrived() -> No
         steps.append(str(message.get("status", "end")))
 
     gateway.turns.enter, gateway.run_for = enter, prepare
-    await Generations(gateway, "chat", answer_text)({"headers": [], CALLER: ANYONE}, receive, send)
+    await GenerationEndpoint(gateway, "chat", answer_text)({"headers": [], CALLER: ANYONE}, receive, send)
     assert steps == ["body", "portion", "prepare", "400", "end"]
 
 
@@ -195,7 +195,7 @@ async def test_a_full_queue_can_have_another_status_than_a_keys_limits(
 
     settings = GatewaySettings(queue_full_status=503)
     gateway = MagicMock(settings=settings, turns=MagicMock(enter=nothing), run_for=prepare)
-    await Generations(gateway, "chat", answer_text, refuse)({"headers": [], CALLER: ANYONE}, receive, send)
+    await GenerationEndpoint(gateway, "chat", answer_text, refuse)({"headers": [], CALLER: ANYONE}, receive, send)
     assert (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]) == (status, b"1")
     assert msgspec.json.decode(sent[1]["body"])["error"]["code"] == code.value
 
@@ -223,7 +223,7 @@ async def test_a_request_that_is_not_confirmed_when_its_gateway_stops_is_not_sai
 
     monkeypatch.setattr(running.gateway, "submit", submit)
     scope = {"headers": [], CALLER: ANYONE}
-    asking = asyncio.create_task(Generations(running.gateway, "completion", answer_text)(scope, receive, send))
+    asking = asyncio.create_task(GenerationEndpoint(running.gateway, "completion", answer_text)(scope, receive, send))
     async with asyncio.timeout(10):
         name = await submitted.get()
         if cut:
