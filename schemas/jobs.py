@@ -247,7 +247,7 @@ REVOKE_HEADERS = {HEADER_CONTENT_TYPE: content_type(Revoke)}
 def load_header(
     prompt_tokens: int,
     cached_tokens: int,
-    gateway: str,
+    token_address: str,
     deadline_ns: int,
     priority: str,
     n: int = 1,
@@ -259,7 +259,7 @@ def load_header(
         route: the remaining stages, the receiving one first.
     """
     stages = ",".join(f"{stage.role}:{stage.worker}:{stage.rank}" for stage in route) or "-"
-    return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
+    return f"{prompt_tokens} {cached_tokens} {token_address} {deadline_ns} {priority} {n} {stages}"
 
 
 def headers_of(
@@ -290,7 +290,7 @@ class LoadHeader(NamedTuple):
 
     prompt_tokens: int
     cached_tokens: int
-    gateway: str
+    token_address: str
     deadline_ns: int
     priority: str
     n: int = 1

@@ -232,23 +232,24 @@ class Recovery:
 
     async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
         """Requeue requests after the tokens that they have streamed. Failures are left to a later ``scan``."""
-        gateways: dict[str, list[InterruptedAttempt]] = {}
+        by_address: dict[str, list[InterruptedAttempt]] = {}
         for entry in entries:
             if self._is_due(entry):
-                attempt = InterruptedAttempt(entry.request, entry.attempt, entry.worker, entry.gateway, entry.seq)
-                gateways.setdefault(entry.gateway, []).append(attempt)
+                address = entry.token_address
+                attempt = InterruptedAttempt(entry.request, entry.attempt, entry.worker, address, entry.seq)
+                by_address.setdefault(address, []).append(attempt)
         # If one gateway's tokens cannot be stored or read, the requests of others are still recovered.
-        await asyncio.gather(*(self._recover_of(gateway, attempts, reason) for gateway, attempts in gateways.items()))
+        await asyncio.gather(*(self._recover_of(address, group, reason) for address, group in by_address.items()))
 
     def _is_due(self, entry: ActiveRequest) -> bool:
         """Whether to recover it now; otherwise a later ``scan`` does, for example once its job is in the log."""
         if not entry.seq or (entry.request, entry.attempt) in self._recovering:
             return False
-        if in_memory(entry.gateway) and self._misses_output(entry.request):
+        if in_memory(entry.token_address) and self._misses_output(entry.request):
             return False
         return self._postponed.get((entry.request, entry.seq), 0.0) <= time.monotonic()
 
-    async def _recover_of(self, gateway: str, attempts: list[InterruptedAttempt], reason: str) -> None:
+    async def _recover_of(self, address: str, attempts: list[InterruptedAttempt], reason: str) -> None:
         names = {(attempt.request_id, attempt.attempt) for attempt in attempts}
         self._recovering |= names
         try:
@@ -266,7 +267,7 @@ class Recovery:
                 await self._time_slice.yield_if_spent()
         except (ServingError, NatsError, OSError, TimeoutError) as error:
             why = error.message if isinstance(error, ServingError) else repr(error)
-            log.warning("recovery_postponed", error=why, gateway=gateway, requests=len(attempts))
+            log.warning("recovery_postponed", error=why, token_address=address, requests=len(attempts))
         finally:
             self._recovering -= names
 
@@ -485,12 +486,12 @@ async def fence(
         ServingError: the broker did not answer. Nothing is lost; try again.
     """
     loaded = [attempt for attempt in attempts if await _load_job(bus, attempt)]
-    gateways: dict[str, list[InterruptedAttempt]] = {}
+    by_address: dict[str, list[InterruptedAttempt]] = {}
     for attempt in loaded:
-        gateways.setdefault(attempt.gateway, []).append(attempt)
-    for gateway, group in gateways.items():
-        until_seq = await _publish_fences(bus, publisher, router, gateway, group)
-        for problem in (await _read_progress(bus, gateway, group, until_seq)).values():
+        by_address.setdefault(attempt.token_address, []).append(attempt)
+    for address, group in by_address.items():
+        until_seq = await _publish_fences(bus, publisher, router, address, group)
+        for problem in (await _read_progress(bus, address, group, until_seq)).values():
             raise ServingError(Code.broker_unavailable, problem)
     return loaded
 
@@ -555,10 +556,10 @@ def _fill(attempt: InterruptedAttempt, raw: bytes, stored_ns: int) -> None:
 
 
 async def _publish_fences(
-    bus: Bus, publisher: Publisher, router: str, gateway: str, group: list[InterruptedAttempt]
+    bus: Bus, publisher: Publisher, router: str, address: str, group: list[InterruptedAttempt]
 ) -> int:
     """Returns the sequence of the last fence: later items of these attempts are void."""
-    subject = bus.subjects.tokens(gateway)
+    subject = bus.subjects.tokens(address)
     waits = []
     for attempt in group:
         item = TokenItem(attempt.request_id, attempt.attempt + 1, WHOLE_REQUEST, 0)
@@ -569,7 +570,7 @@ async def _publish_fences(
 
 
 async def _read_progress(
-    bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int | None
+    bus: Bus, address: str, group: list[InterruptedAttempt], until_seq: int | None
 ) -> dict[str, str]:
     """Fill in what each attempt had streamed; returns the requests that cannot be read yet, and why."""
     unread: dict[str, str] = {}
@@ -577,7 +578,7 @@ async def _read_progress(
     workers: dict[tuple[str, int], str] = {}
     streamed_ns: dict[str, int] = {}
     since = min(attempt.since_ns for attempt in group)
-    stream, subject = bus.subjects.tokens_stream(gateway), bus.subjects.tokens(gateway)
+    stream, subject = bus.subjects.tokens_stream(address), bus.subjects.tokens(address)
     async for entry in read(bus, stream, subject, since_ns=since, until_seq=until_seq):
         try:
             batch = tokens.decode(entry.data)

@@ -43,7 +43,7 @@ class InterruptedAttempt(msgspec.Struct):
     request_id: str
     attempt: int
     worker: str
-    gateway: str
+    token_address: str
     work_seq: int
     raw: bytes = b""
     request: GenerateRequest | None = None

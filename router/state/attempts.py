@@ -45,7 +45,7 @@ class ActiveRequest(msgspec.Struct, omit_defaults=True):
     deadline_ns: int
     rank: int = 0
     n: int = 1  # sequences
-    gateway: str = ""
+    token_address: str = msgspec.field(default="", name="gateway")
     priority: str = ""
     echoed: bool = False  # read from the log; False: only decided by this router
     seq: int = 0  # of its newest message in WORK; 0: not read yet

@@ -314,8 +314,8 @@ class LoadTracker:
         block_size, prompt, cached = self._block_size(role, worker, later), load.prompt_tokens, load.cached_tokens
         blocks, uncached = -(-prompt // block_size), -(-max(0, prompt - cached) // block_size)
         entry = ActiveRequest(
-            request, attempt, worker, prompt, cached, uncached, load.deadline_ns, rank, load.n, load.gateway,
-            load.priority, echoed, seq, role, later, blocks, handed, suspect,
+            request, attempt, worker, prompt, cached, uncached, load.deadline_ns, rank, load.n,
+            load.token_address,             load.priority, echoed, seq, role, later, blocks, handed, suspect,
         )  # fmt: skip
         self._add(entry, now_ns)
         if not echoed:

@@ -650,9 +650,9 @@ async def test_one_request_that_cannot_be_recovered_keeps_no_other_of_its_worker
     tries, proceed = Counter[str](), one.router.recovery._continue
 
     async def fence_of(*args: Any) -> list[InterruptedAttempt]:
-        gateway = args[3][0].gateway
-        tries[gateway] += 1
-        if gateway == "full" and tries[gateway] < 3:
+        address = args[3][0].token_address
+        tries[address] += 1
+        if address == "full" and tries[address] < 3:
             raise ServingError(Code.broker_unavailable, "maximum bytes exceeded")
         return await fence(*args)
 
