@@ -35,6 +35,9 @@ class Conversations:
     async def history(self, previous: str | None, sees: str | None) -> Any:
         return SimpleNamespace(turns=[], size=0, ancestors=())
 
+    async def without_references(self, body: Any, sees: str | None) -> Any:
+        return body
+
 
 class Settings:
     default_deadline_s = 60.0
