@@ -122,9 +122,9 @@ PACE_WINDOW_S = 30.0
 AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0003, 0.002, 0.05
 LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
-# How much later a step is planned if a request is expected meanwhile, and how late that may be. Otherwise the request
-# would wait for a whole step.
-MOST_HELD_S, EXPECTED_LATE_S = 0.004, 0.0015
+# How long the device may be idle for a request that is expected, before it is launched, and how late that may be.
+# Otherwise the request would wait for a whole step.
+MOST_IDLE_S, EXPECTED_LATE_S = 0.0025, 0.0015
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 
@@ -219,7 +219,8 @@ class EngineLoop:
         self._writes_until = 0.0  # no step before, by the clock, unless the last flush was consumed
         self._waits_from = self._plan_at = 0.0  # the next step is planned then, by the clock
         self._expected: dict[str, float] = {}  # requests that are submitted about then, by the clock
-        self._held = False  # the next step is planned later for it
+        self._ends_at = 0.0  # the step in flight probably ends then, by the clock; 0: unknown
+        self._held = False  # the next step is planned later for a request that is expected
         self._block_waits = BlockWaitQueue()  # used in the engine thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
         self._ended_error: EngineError | None = None  # ``end`` was called
@@ -456,14 +457,16 @@ class EngineLoop:
 
     def _early_s(self) -> float:
         """For how long the next step is not planned yet."""
-        now, latest = self._clock(), self._plan_at + MOST_HELD_S + (EXPECTED_LATE_S if self._held else 0.0)
-        if not self._plan_at or now < self._plan_at:
+        now = self._clock()
+        if now < self._plan_at:
             return self._plan_at - now
-        until = max((at for at in self._expected.values() if at <= latest), default=0.0) + EXPECTED_LATE_S
-        if now >= until:
-            return self._plan_at - now
-        self._held = True
-        return until - now
+        if self._ends_at and self._expected:
+            latest = self._ends_at + MOST_IDLE_S + (EXPECTED_LATE_S if self._held else 0.0)
+            until = max((at for at in self._expected.values() if at <= latest), default=0.0) + EXPECTED_LATE_S
+            if now < until:
+                self._held, self._waits_from = True, self._waits_from or now
+                return until - now
+        return 0.0
 
     def _plan_late(self, now: float, ahead_s: float | None, *, prompts: bool) -> None:
         """Set when the next step is planned.
@@ -473,7 +476,7 @@ class EngineLoop:
             prompts: that step computed prompts, so its duration predicts nothing.
         """
         held, self._held = self._held, False
-        waited, self._waits_from, self._plan_at = self._plan_at and not held, 0.0, 0.0
+        waited, self._waits_from, self._plan_at, self._ends_at = self._plan_at and not held, 0.0, 0.0, 0.0
         before, self._returned_at = self._returned_at, now if ahead_s is not None else 0.0
         if ahead_s is None:
             return
@@ -481,19 +484,19 @@ class EngineLoop:
         if waited:
             more_s = max(LEAD_SHARE * (AHEAD_S - ahead_s), -LATE_S / 4) if ahead_s else LATE_S
             self._lead_s = min(max(0.0, self._lead_s + more_s), MOST_LEAD_S)
-        elif lead_is_all and ahead_s > AHEAD_S + LEAST_WAIT_S:
+        elif lead_is_all and not held and ahead_s > AHEAD_S + LEAST_WAIT_S:
             # It was learned when steps or launches took longer; or from steps that vary, which must seldom be late.
             self._lead_s -= LATE_S / 40
-        # Unknown is how long a step took that had already ended, but not when: the one behind began as it was launched.
-        if prompts or not before or not (ahead_s or held):
-            return
-        step_s = self._step_s
-        if ahead_s:
+        step_s, known = self._step_s, not prompts and before
+        if known and ahead_s:  # else unknown is how long a step took that had already ended
             self._step_s = now - before
-        wait_s = min(step_s, self._step_s, MOST_STEP_S) - self._lead_s  # the longer one may have been late
-        self._lead_is_all = wait_s <= LEAST_WAIT_S
-        if not self._lead_is_all:
-            self._waits_from, self._plan_at = now, now + wait_s
+        least_s = min(step_s or self._step_s, self._step_s, MOST_STEP_S)  # the longer one may have been late
+        self._ends_at = now + least_s if least_s else 0.0
+        if known and (ahead_s or held):
+            wait_s = least_s - self._lead_s
+            self._lead_is_all = wait_s <= LEAST_WAIT_S
+            if not self._lead_is_all:
+                self._waits_from, self._plan_at = now, now + wait_s
 
     def _flush(self, *, keep_events: bool = False) -> Flush | None:
         """Deliver the collected output; None: there is none."""

@@ -23,7 +23,7 @@ from penstock.workers.engine_loop.loop import (
     FAST_STEP_S,
     LEAST_WAIT_S,
     MAX_AHEAD,
-    MOST_HELD_S,
+    MOST_IDLE_S,
     WRITE_S,
     WRITE_SHARE,
     EngineLoop,
@@ -378,59 +378,85 @@ def test_an_engine_that_runs_ahead_is_asked_for_the_next_step_when_the_running_o
     assert waits(400)[-5:] == pytest.approx([0.006 - 0.0005 - AHEAD_S] * 5, abs=1e-5)
 
 
-def test_a_step_waits_for_a_sequence_that_is_expected_within_milliseconds() -> None:
-    made = RunsAhead(mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0)), 0.006, 0.0005)
-    loop = EngineLoop(clock=lambda: made.now)
-    flushes: list[Flush] = []
-    loop.begin_session(flushes.append)
-    loop.submit([sequence(new_choice("long"), [1, 2], 900)], refuse)
+class Ahead:
+    """A loop with an engine that runs ahead and one long answer, in virtual time."""
 
-    def pause() -> float:
+    def __init__(self, step_s: float, launch_s: float) -> None:
+        made = mock.build(mock.MockOptions(vocab_size=1000, block_size=4, speedup=0))
+        self.made = RunsAhead(made, step_s, launch_s)
+        self.loop = EngineLoop(clock=lambda: self.made.now)
+        self._flushes: list[Flush] = []
+        self.loop.begin_session(self._flushes.append)
+        self.submit("long", 900)
+
+    def submit(self, name: str, tokens: int = 9) -> None:
+        self.loop.submit([sequence(new_choice(name), [len(name)], tokens)], refuse, name)
+
+    def pause(self) -> float:
         """The next one."""
         while True:
-            found = loop.advance(made) or 0.0
-            while flushes:
-                flushes.pop()
-                loop.flush_consumed()
+            found = self.loop.advance(self.made) or 0.0
+            while self._flushes:
+                self._flushes.pop()
+                self.loop.flush_consumed()
             if found:
                 return found
 
-    def until_planned() -> None:
-        while not loop._plan_at or made.now < loop._plan_at:
-            made.now += pause()
+    def until(self, steps: int) -> None:
+        """Until so many are done, and the next is to be planned."""
+        while self.made.steps < steps or not self.loop._plan_at or self.made.now < self.loop._plan_at:
+            self.made.now += self.pause()
 
-    while made.steps < 80:
-        made.now += pause()
-    until_planned()
-    steps, lead_s = made.steps, loop._lead_s
-    loop.expect("request", MOST_HELD_S / 2)
-    assert pause() == pytest.approx(MOST_HELD_S / 2 + EXPECTED_LATE_S)
+
+def test_a_step_waits_for_a_request_that_is_expected_within_milliseconds() -> None:
+    at = Ahead(0.006, 0.0005)
+    at.until(80)
+    made, loop = at.made, at.loop
+    steps, lead_s, left_s = made.steps, loop._lead_s, loop._ends_at - made.now
+    assert left_s == pytest.approx(lead_s, abs=1e-5)
+    loop.expect("request", left_s + MOST_IDLE_S / 2)
+    assert at.pause() == pytest.approx(left_s + MOST_IDLE_S / 2 + EXPECTED_LATE_S)
     made.now += 0.001
-    loop.submit([sequence(new_choice("another"), [3], 9)], refuse, "another")
-    assert pause() == pytest.approx(MOST_HELD_S / 2 + EXPECTED_LATE_S - 0.001, abs=1e-6)
+    at.submit("another")
+    assert at.pause() == pytest.approx(left_s + MOST_IDLE_S / 2 + EXPECTED_LATE_S - 0.001, abs=1e-6)
     assert made.steps == steps
-    loop.expect("request", MOST_HELD_S / 4)  # it is known better
-    assert pause() == pytest.approx(MOST_HELD_S / 4 + EXPECTED_LATE_S, abs=1e-6)
-    loop.submit([sequence(new_choice("expected"), [5], 9)], refuse, "request")
-    pause()
+    loop.expect("request", MOST_IDLE_S / 4)  # it is known better
+    assert at.pause() == pytest.approx(MOST_IDLE_S / 4 + EXPECTED_LATE_S, abs=1e-6)
+    at.submit("request")
+    at.pause()
     assert made.steps == steps + 1
     assert loop._plan_at - made.now == pytest.approx(0.006 - lead_s, abs=1e-5)  # the next is planned as always
     assert loop._lead_s == lead_s  # why that one was late says nothing of later ones
 
-    until_planned()
+    at.until(made.steps + 1)
     steps = made.steps
-    loop.expect("request", MOST_HELD_S + 0.001)  # too late to wait for
-    pause()
+    loop.expect("request", loop._ends_at - made.now + MOST_IDLE_S + 0.001)  # too late to wait for
+    at.pause()
     assert made.steps > steps
 
-    until_planned()
+    at.until(made.steps + 1)
     steps = made.steps
     loop.expect("request", 0.001)
     loop.expect("next", 0.002)
-    assert pause() == pytest.approx(0.002 + EXPECTED_LATE_S)
-    loop.submit([sequence(new_choice("next"), [7, 8], 9)], refuse, "next")
-    made.now += pause()  # the other did not come
-    pause()
+    assert at.pause() == pytest.approx(0.002 + EXPECTED_LATE_S)
+    at.submit("next")
+    made.now += at.pause()  # the other did not come
+    at.pause()
+    assert made.steps > steps
+
+
+def test_a_step_that_is_planned_immediately_waits_for_an_expected_request_too() -> None:
+    """The device computes meanwhile."""
+    at = Ahead(0.006, 0.0055)
+    made, loop = at.made, at.loop
+    while made.steps < 80 or not loop._lead_is_all:
+        made.now += at.pause()
+    loop.expect("request", 0.004)
+    steps = made.steps
+    assert at.pause() == pytest.approx(0.004 + EXPECTED_LATE_S)
+    assert made.steps == steps
+    at.submit("request")
+    at.pause()
     assert made.steps > steps
 
 
