@@ -302,9 +302,11 @@ async def test_a_worker_that_moves_no_prefixes_computes_and_pins_none(
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_moves_between_small_caches_answers_are_right_and_nothing_is_left_held(
-    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, seed: int
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of few families in both directions, evicted as they are read, some cancelled, one agent stalled."""
+    # A source that is late, as on a loaded machine, would not be asked again.
+    monkeypatch.setattr("penstock.workers.disagg.reader.PIN_S", 5.0)
     rng = Random(seed)
     async with two_workers(broker, pipeline, pools=(70, 50)) as two:
         workers = [two.source, two.reader]
