@@ -176,7 +176,7 @@ def _part(pool: Memory) -> _Part | None:
 
 def _head_bytes(pool: Memory) -> float:
     part = _part(pool)
-    return pool.block_bytes / (part.rows * part.heads) if part is not None and part.heads else 0.0
+    return pool.block_bytes / (part.rows * part.heads) if part is not None and part.rows * part.heads else 0.0
 
 
 def common_heads(own_pool: Memory, peer_pool: Memory) -> range:
@@ -359,7 +359,11 @@ class Agent(Protocol):
         """Release a handle. A transfer that is not done keeps moving bytes until the agent is closed."""
 
     def register(self, address: int, size: int, kind: str = "cpu", device: int = 0) -> None:
-        """Register memory as a target of own reads, until the agent is closed."""
+        """Register memory as a target of own reads, until the agent is closed.
+
+        Raises:
+            TransferError: unavailable; the library registers no more.
+        """
 
     def progress(self) -> None:
         """Drive peers' transfers and connections."""

@@ -40,6 +40,7 @@ from penstock.workers.kv_transfer.transport_protocol import (
     TransferError,
     TransferResult,
     TransportStats,
+    path_between,
     when_done,
 )
 
@@ -160,6 +161,7 @@ class LoadedPeers:
 
 Op: TypeAlias = Literal["READ", "WRITE", "CONNECT", "COMPARE"]
 WARM_BYTES = 4
+RETRY_S = 30.0  # to the next attempt at a staging buffer: one that fails has torch free what steps use again
 TICK_S = 0.05  # a longer pause does not count as draining: this process may have been stopped
 
 
@@ -244,13 +246,17 @@ class InflightTransfers:
         self._failures: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._closed = ""  # why there is no agent
         self._staging: dict[tuple[str, int], StagingBuffer] = {}  # by kind and device; made for the first such peer
+        self._unstaged: dict[tuple[str, int], tuple[float, str]] = {}  # not made: when it is tried again, and why
         self._open(name)
 
     def _open(self, name: str) -> None:
         self.agent = self._make(name)
         self._peers, self._scratch = LoadedPeers(self.agent), ScratchBuffers(self.agent)
-        for staging in self._staging.values():
-            staging.register(self.agent)
+        for key, staging in list(self._staging.items()):
+            try:
+                staging.register(self.agent)
+            except TransferError:
+                del self._staging[key]  # made again for the next read
         self._closed = ""
 
     @property
@@ -320,13 +326,14 @@ class InflightTransfers:
 
     def end(self, cause: Cause, reason: str, now: float) -> None:
         """Fail everything and close the agent; afterwards nothing moves and all blocks are free."""
+        self._closed = reason
         for transfer in list(self._live):
             self._abort(transfer, cause, reason, now)
         for held in self._quarantined:
             if held.posted.handle is not None:
                 self.agent.release(held.posted.handle)
         self.agent.close()
-        self._peers, self._closed = LoadedPeers(self.agent), reason
+        self._peers = LoadedPeers(self.agent)
         free, self._quarantined = self._quarantined, []
         for each in free:
             staging, (handle, part) = each.transfer.staging, (each.posted.handle, each.posted.part)
@@ -371,9 +378,9 @@ class InflightTransfers:
         peer = request.peer
         if request.op == "CONNECT":
             blocks.check_peer(own, peer)
-            for name in own.pools.keys() & peer.pools.keys():
+            for name in own.pools.keys() & peer.pools.keys() if path_between(own, peer) == "read" else ():
                 if blocks.differ_in_heads(own.pools[name], peer.pools[name]):
-                    self._staging_for(own.pools[name])
+                    self._staging_for(own.pools[name], request.started)
             self._peers.load(peer)
             if peer_pool := next((pool for pool in peer.pools.values() if pool.block_bytes), None):
                 transfer.scratch = self._scratch.take(WARM_BYTES)
@@ -406,7 +413,7 @@ class InflightTransfers:
         span = blocks.span_of(own_pool, request.layers)
         staged = blocks.differ_in_heads(own_pool, peer_pool)
         if staged:
-            transfer.staging = self._staging_for(own_pool)
+            transfer.staging = self._staging_for(own_pool, request.started)
         self._peers.load(peer)
         # Only a direct copy between processes blocks the thread; an asynchronous one goes in one piece.
         direct = own_pool.kind == peer_pool.kind == "cpu" and own.host == peer.host != ""
@@ -421,16 +428,25 @@ class InflightTransfers:
             own_pool, peer_pool, request.local, request.remote, in_one_piece=not direct, span=span
         )
 
-    def _staging_for(self, pool: Memory) -> StagingBuffer:
+    def _staging_for(self, pool: Memory, now: float) -> StagingBuffer:
         """
         Raises:
-            TransferError: unavailable; there is no memory for it.
+            TransferError: unavailable; there is no memory for it, or it cannot be registered.
         """
-        if (staging := self._staging.get((pool.kind, pool.device))) is None:
-            pools = [each for each in self.agent.endpoint.pools.values() if each.kind == pool.kind]
+        key = pool.kind, pool.device
+        if (staging := self._staging.get(key)) is not None:
+            return staging
+        again, reason = self._unstaged.get(key, (now, ""))
+        if now < again:
+            raise TransferError("unavailable", reason)
+        pools = [each for each in self.agent.endpoint.pools.values() if each.kind == pool.kind]
+        try:
             staging = StagingBuffer(max(pools, key=blocks.whole_block_bytes))
             staging.register(self.agent)
-            self._staging[pool.kind, pool.device] = staging
+        except TransferError as error:
+            self._unstaged[key] = now + RETRY_S, error.message
+            raise
+        self._staging[key] = staging
         return staging
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:

@@ -26,7 +26,12 @@ from numpy.typing import NDArray
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer.agent import WORD_BYTES, CopyOp, MemoryRanges, PeerLost, TransferRejected
 from penstock.workers.kv_transfer.inflight import digest
-from penstock.workers.kv_transfer.transport_protocol import TransportUnavailable, has_rdma, host_identity
+from penstock.workers.kv_transfer.transport_protocol import (
+    TransferError,
+    TransportUnavailable,
+    has_rdma,
+    host_identity,
+)
 
 MODULES = ("nixl_cu12", "nixl_cu13")  # never both in one process: the second import fails
 INSTALL = "install NIXL: pip install nixl-cu12==1.5.1 (CUDA 12, or no GPU) or nixl-cu13==1.5.1 (CUDA 13)"
@@ -224,7 +229,12 @@ class NixlAgent:
         self._agent.release_xfer_handle(handle.handle)
 
     def register(self, address: int, size: int, kind: str = "cpu", device: int = 0) -> None:
-        self._register(address, size, kind, device)
+        try:
+            self._register(address, size, kind, device)
+        except self._losses as error:
+            raise TransferError(
+                "unavailable", f"{size} bytes of {KINDS[kind]} memory cannot be registered with NIXL: {error!r}"
+            ) from error
 
     def progress(self) -> None:
         self._agent.get_new_notifs()

@@ -76,7 +76,10 @@ class StagingBuffer:
 
     def wait(self, part: int) -> bool:
         """Wait for the copy from a part; False: the GPU has failed."""
-        return _wait(self._copier, part)
+        try:
+            return _wait(self._copier, part)
+        except RuntimeError:  # of torch's
+            return False
 
 
 def _wait(copier: Copier, part: int) -> bool:
@@ -90,7 +93,13 @@ def _wait(copier: Copier, part: int) -> bool:
 
 class _CpuCopier:
     def __init__(self, device: int, part_bytes: int) -> None:
-        self._parts = np.empty((PARTS, part_bytes), np.uint8)
+        try:
+            self._parts = np.empty((PARTS, part_bytes), np.uint8)
+        except MemoryError as error:
+            raise TransferError(
+                "unavailable",
+                f"no buffer of {PARTS * part_bytes >> 20} MiB of host memory for reads from workers of other widths",
+            ) from error
         self.base: int = self._parts.ctypes.data
 
     def start(self, part: int, pool: Memory, copy: HeadCopy) -> None:

@@ -270,11 +270,13 @@ class TransportThread:
         self._waker.watch(())
         try:
             transfers.end("unavailable", f"transport {self._name}: {self._closed}", time.monotonic())
-            self._run_commands(transfers)  # what came in just before is refused
         except Exception:
             log.exception("transfer_cleanup_failed", agent=self._name)
-        with self._lock:
-            self._waker.close()
+        try:
+            self._run_commands(transfers)  # what came in just before is refused
+        finally:
+            with self._lock:
+                self._waker.close()
 
 
 def open_transport(

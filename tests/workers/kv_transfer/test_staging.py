@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer import agent, staging
-from penstock.workers.kv_transfer.inflight import InflightTransfers, TransferRequest
+from penstock.workers.kv_transfer.inflight import RETRY_S, SMALLEST_BYTES, InflightTransfers, TransferRequest
 from penstock.workers.kv_transfer.staging import PARTS, StagingBuffer
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 from penstock.workers.kv_transfer.transport_thread import open_transport
@@ -280,6 +280,60 @@ def test_memory_for_the_buffer_that_is_not_there_fails_the_read(world: World, mo
     request = world.read(ids=[0])
     assert failure(request).cause == "unavailable"
     assert failure(request).settled.done()
+
+
+def test_memory_that_cannot_be_registered_fails_these_reads_only_and_is_tried_again_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def full(self: LoopbackAgent, address: int, size: int, kind: str = "cpu", device: int = 0) -> None:
+        if size >= PARTS * staging.PART_BYTES:
+            tries.append(size)
+            raise TransferError("unavailable", "it cannot be registered")
+        register(self, address, size, kind, device)
+
+    register = LoopbackAgent.register
+    monkeypatch.setattr(LoopbackAgent, "register", full)
+    for now in (0.0, RETRY_S - 1):
+        assert failure(world.read(now=now)).cause == "unavailable"
+    assert len(tries) == 1
+    connecting = TransferRequest(op="CONNECT", peer=world.peers["peer"][1], started=0.0, deadline=1.0)
+    monkeypatch.setattr(LoopbackAgent, "register", register)
+    again = world.read(now=RETRY_S)
+    world.steps(RETRY_S)
+    assert again.future.result()
+    monkeypatch.setattr(LoopbackAgent, "register", full)
+    world.transfers.renew(40.0)
+    assert failure(world.read(now=41.0)).cause == "unavailable"
+    assert len(tries) == 3
+    world.transfers.start(connecting, 0.5)
+    assert failure(connecting).cause == "unavailable"
+
+
+def test_a_peer_whose_blocks_cannot_be_read_takes_no_buffer(world: World) -> None:
+    _, near = world.peers["peer"]
+    taken = []
+    for peer in (msgspec.structs.replace(near, host="elsewhere"), near):
+        request = TransferRequest(op="CONNECT", peer=peer, started=0.0, deadline=1.0)
+        world.transfers.start(request, 0.0)
+        world.steps(0.1)
+        assert request.future.result()
+        taken.append(world.transfers.stats().buffer_bytes)
+    assert taken == [SMALLEST_BYTES, SMALLEST_BYTES + PARTS * staging.PART_BYTES]
+
+
+def test_a_gpu_that_fails_during_a_copy_leaves_no_answer_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, part: int) -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr("penstock.workers.kv_transfer.staging._CpuCopier.copied", broken)
+    request = world.read()
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        world.steps(0.1)
+    world.transfers.end("unavailable", "it broke", 0.2)
+    assert failure(request).settled.done()
+    assert failure(world.read(now=0.3)).cause == "unavailable"
 
 
 @needs_nixl

@@ -46,6 +46,32 @@ def test_an_agent_that_breaks_ends_the_transport_with_a_reason_instead_of_silenc
     assert "transfer-mover-broken" not in threads()
 
 
+def test_requests_are_answered_even_if_an_agent_that_broke_cannot_be_closed() -> None:
+    network, pool, peer = LoopbackNetwork(), Pool(), Pool()
+    entered, leave = threading.Event(), threading.Event()
+
+    class Breaking(LoopbackAgent):
+        def progress(self) -> None:
+            entered.set()
+            assert leave.wait(WAIT_S)
+            raise ZeroDivisionError("a bug")
+
+        def close(self) -> None:
+            raise ZeroDivisionError("another")
+
+    other = LoopbackAgent(network, "peer", {"kv": peer.memory}).endpoint
+    transport = TransportThread(lambda name: Breaking(network, name, {"kv": pool.memory}), "mover-unclosed")
+    assert entered.wait(WAIT_S)
+    requests = [transport.read(other, "kv", [1], [1]) for _ in range(2)]
+    leave.set()
+    for request in requests:
+        error = request.exception(WAIT_S)
+        assert isinstance(error, TransferError)
+        assert error.cause == "unavailable"
+    transport.close()
+    assert "transfer-mover-unclosed" not in threads()
+
+
 def test_an_agent_that_cannot_be_made_again_ends_the_transport() -> None:
     network, pool = LoopbackNetwork(), Pool()
 
