@@ -87,6 +87,7 @@ def test_workers_refuse_what_it_does_not_name(engine: str) -> None:
     support = SUPPORT[engine]
     assert refused(engine, logits_processor=("a=m:A",)) == (not support.logits_processors)
     assert refused(engine, role="encode") == (not support.encode)
+    assert refused(engine, tensor_parallel_size=2) == (support.several_gpus in ("", "the server's"))
     assert not refused(engine, role="prefill") or not support.prefill_decode
 
 
