@@ -284,18 +284,15 @@ def run_generate(argv: Sequence[str]) -> int:
         texts = files(shape_at(args.model), args.model, vars(args))
         if args.out:
             Path(args.out).mkdir(parents=True, exist_ok=True)
-        for name, (text, generated) in texts.items():
-            for warning in generated.warnings:
-                print(f"{name}: {warning}", file=sys.stderr)
-            if args.out:
-                path = Path(args.out) / f"{name}.yaml"
-                path.write_text(text, encoding="utf-8")
-                print(path)
-            else:
-                print(f"# ---- {name}.yaml\n{text}")
+            for name, (text, _) in texts.items():
+                (Path(args.out) / f"{name}.yaml").write_text(text, encoding="utf-8")
     except (BadArguments, UnknownShape, OSError) as error:
         problems = error.problems if isinstance(error, BadArguments) else (str(error),)
         return fail("recipe generate", *problems, status=REFUSED)
+    for name, (text, generated) in texts.items():
+        for warning in generated.warnings:
+            print(f"{name}: {warning}", file=sys.stderr)
+        print(Path(args.out) / f"{name}.yaml" if args.out else f"# ---- {name}.yaml\n{text}")
     return OK
 
 

@@ -149,17 +149,17 @@ def run_check(argv: Sequence[str]) -> int:
         try:
             text = _text(name)
             engine: Engine = args.engine or engine_of(text)
-            if engine != "trtllm":
-                problems = problems_of(engine, parse_yaml(text))
-                print("\n".join(foreign_lines(name, engine, problems)))
-                any_refused |= bool(problems)
+            if engine == "trtllm":
+                recipe = parse(Path(name).stem, text)
+                opened.append((recipe, _context(recipe, args, role)))
                 continue
-            recipe = parse(Path(name).stem, text)
-            opened.append((recipe, _context(recipe, args, role)))
+            problems = problems_of(engine, parse_yaml(text))
         except (BadArguments, UnknownShape, OSError, UnicodeDecodeError) as error:
             for problem in error.problems if isinstance(error, BadArguments) else (reason(error),):
                 print(f"{name}: {problem}", file=sys.stderr)
             return REFUSED
+        print("\n".join(foreign_lines(name, engine, problems)))
+        any_refused |= bool(problems)
     for recipe, context in opened:
         advice = advise(recipe, context)
         any_refused |= failed(advice.findings)

@@ -1,5 +1,6 @@
 """Generated engine arguments: equal to golden files, sound by the rules, refused with a fix where nothing would do."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_the_generator_makes_the_golden_files_and_the_advisor_has_nothing_agains
     output = capsys.readouterr().out
     assert output.count("no findings") == len(names)
     assert "they agree" in output or len(names) == 1
+
+
+def test_a_reader_that_has_seen_enough_is_not_an_error_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    with pytest.raises(BrokenPipeError):  # which ends every command quietly
+        run_generate(COMMANDS["r1-wide-agg",].split())
 
 
 def test_generated_speculation_is_the_models_own_layer_on_both_sides() -> None:
