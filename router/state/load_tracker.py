@@ -315,7 +315,7 @@ class LoadTracker:
         blocks, uncached = -(-prompt // block_size), -(-max(0, prompt - cached) // block_size)
         entry = ActiveRequest(
             request, attempt, worker, prompt, cached, uncached, load.deadline_ns, rank, load.n,
-            load.token_address,             load.priority, echoed, seq, role, later, blocks, handed, suspect,
+            load.token_address, load.priority, echoed, seq, role, later, blocks, handed, suspect,
         )  # fmt: skip
         self._add(entry, now_ns)
         if not echoed:
