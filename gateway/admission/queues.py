@@ -26,7 +26,7 @@ from nats.js.errors import NotFoundError
 
 from penstock.gateway.admission.storage import LogCapacity
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
-from penstock.gateway.base.request_bodies import resolve_priority
+from penstock.gateway.base.request_bodies import decode_json, resolve_priority
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
@@ -50,7 +50,7 @@ _decode = msgspec.json.Decoder(_Class).decode
 def class_of(body: bytes) -> Priority:
     """The class that an unchecked body names. Of an unreadable one the default: preparing it reports the error."""
     try:
-        said = _decode(body)
+        said: _Class = decode_json(_decode, body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Priority.standard
     return resolve_priority(said.priority, said.service_tier)

@@ -34,6 +34,7 @@ from penstock.gateway.base.request_bodies import (
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     RESPONSE,
+    decode_json,
     invalid,
     unsupported,
 )
@@ -117,7 +118,7 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
     if known is None:
         return ()
     try:
-        names = _read_names(data)
+        names: dict[str, msgspec.Raw] = decode_json(_read_names, data)
         unknown = [] if names.keys() <= known.keys() else [name for name in names if name not in known]
         nested = _NESTED[endpoint]
         for name in names:

@@ -150,6 +150,22 @@ def without_lone_surrogates(data: bytes) -> bytes:
     return rb"\ufffd".join(data[begin:end] for begin, end in kept)
 
 
+def decode_json(decode: Any, data: bytes) -> Any:
+    """Decode JSON from a client, whose texts may end with half of a UTF-16 pair.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError
+    """
+    try:
+        return decode(data)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        if (repaired := without_lone_surrogates(data)) == data:
+            raise
+        return decode(repaired)
+
+
 def decode_body(decode: Any, data: bytes) -> Any:
     """Decode JSON with a typed msgspec decoder.
 
@@ -157,14 +173,7 @@ def decode_body(decode: Any, data: bytes) -> Any:
         ServingError: invalid_request: not JSON in UTF-8, or a field of another type or beyond its limit.
     """
     try:
-        try:
-            return decode(data)
-        except msgspec.ValidationError:
-            raise
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            if (repaired := without_lone_surrogates(data)) == data:
-                raise
-            return decode(repaired)
+        return decode_json(decode, data)
     except msgspec.ValidationError as error:
         raise _violation(str(error)) from None
     except RecursionError:

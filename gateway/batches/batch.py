@@ -22,8 +22,8 @@ from penstock.gateway.base.request_bodies import (
     MESSAGE,
     RESPONSE,
     decode_body,
+    decode_json,
     invalid,
-    without_lone_surrogates,
 )
 from penstock.schemas.batches import (
     BATCH,
@@ -102,7 +102,7 @@ def read_input(data: bytes, endpoint: str) -> list[Line] | list[LineError]:
         if not text:
             continue
         try:
-            line = _read(text)
+            line: _Input = decode_json(_input, text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             errors.append(LineError("invalid_json_line", f"{error}"[:400], number))
             continue
@@ -116,19 +116,6 @@ def read_input(data: bytes, endpoint: str) -> list[Line] | list[LineError]:
     if not lines and not errors:
         return [LineError("empty_file", "the input file has no lines")]
     return errors or lines
-
-
-def _read(text: bytes) -> _Input:
-    """
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError
-    """
-    try:
-        return _input(text)
-    except msgspec.DecodeError:
-        if (repaired := without_lone_surrogates(text)) == text:
-            raise
-        return _input(repaired)
 
 
 def _problem(line: _Input, endpoint: str, seen: set[str]) -> tuple[str, str, str] | None:
@@ -152,7 +139,7 @@ def body_of(data: bytes, line: Line) -> bytes:
     Raises:
         ServingError: it asks for what a batch cannot do.
     """
-    body = bytes(_read(data[line.start : line.end].strip()).body)
+    body = bytes(decode_json(_input, data[line.start : line.end].strip()).body)
     try:
         fields = _prompts(body)
         several = bytes(fields.prompt).lstrip().startswith(b"[") and _has_several(bytes(fields.prompt))

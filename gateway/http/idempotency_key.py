@@ -7,6 +7,7 @@ Large values are rewritten in slices, as one call of the decoder or encoder hold
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 import msgspec
 
@@ -14,7 +15,7 @@ from penstock.gateway.access.authentication import Sight
 from penstock.gateway.admission.idempotency import Claim, claim, digest_of, find_claim
 from penstock.gateway.apis.chat.bodies import StreamOptions
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
-from penstock.gateway.base.request_bodies import decode_body, unsupported
+from penstock.gateway.base.request_bodies import decode_body, decode_json, unsupported
 from penstock.gateway.request_log.inflight import InflightRequest
 from penstock.gateway.request_log.lookup import StoredRequest
 from penstock.gateway.service.gateway import Gateway, submit_claimed
@@ -129,6 +130,7 @@ async def _find(gateway: Gateway, stored_claim: Claim, tenant: str) -> StoredReq
 def canonical_body(endpoint: str, body: bytes) -> bytes:
     """The part of a body that repeats share: everything but whether it is streamed, independent of JSON formatting."""
     try:
-        return endpoint.encode() + b"\0" + canonical_json(body, without=("stream", "stream_options"))
+        canonical: bytes = decode_json(partial(canonical_json, without=("stream", "stream_options")), body)
+        return endpoint.encode() + b"\0" + canonical
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body  # refused later

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.gateway.base.request_bodies import BOM, CHAT, COMPLETION, read_switch
+from penstock.gateway.base.request_bodies import BOM, CHAT, COMPLETION, decode_json, read_switch
 from penstock.schemas import control
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.keys import PREFIX, check_id
@@ -76,6 +76,9 @@ class RequestShape(msgspec.Struct):
         return STREAM_USAGE if usage else STREAM
 
 
+_decode_shape = msgspec.json.Decoder(RequestShape).decode
+
+
 def _is_given(value: msgspec.Raw) -> bool:
     return bool(value) and bytes(value) != b"null"
 
@@ -83,7 +86,8 @@ def _is_given(value: msgspec.Raw) -> bool:
 def shape_of(body: bytes) -> RequestShape:
     """The shape of any body; the error of one that is not a JSON object is reported when it is prepared."""
     try:
-        return msgspec.json.decode(body.removeprefix(BOM), type=RequestShape)
+        shape: RequestShape = decode_json(_decode_shape, body.removeprefix(BOM))
+        return shape
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return RequestShape(msgspec.Raw(b"[]" if b'"messages"' in body else b""))
 
@@ -98,6 +102,7 @@ class _Marked(msgspec.Struct):
     store: bool | None = None
 
 
+_decode_marked = msgspec.json.Decoder(_Marked).decode
 _OFF = ("", "0", "false")
 
 
@@ -117,7 +122,7 @@ def may_ask_for_no_store(headers: dict[str, str], body: bytes) -> bool:
     if b"store" not in body and b"\\u" not in body:  # decoding every large body again would cost milliseconds
         return False
     try:
-        marked = msgspec.json.decode(body, type=_Marked)
+        marked: _Marked = decode_json(_decode_marked, body.removeprefix(BOM))
         return bool(marked.no_store) or marked.store is False
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return True

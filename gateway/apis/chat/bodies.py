@@ -316,7 +316,8 @@ _TEXT_KEYS = ("text", "summary", "thinking")  # of reasoning_details and thinkin
 def _thought(value: Any) -> str:
     """A text, or the texts of parts."""
     if isinstance(value, list):
-        return "".join(_thought(part.get("text")) for part in value if isinstance(part, dict))
+        texts = [part.get("text") for part in value if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
     return value if isinstance(value, str) else ""
 
 

@@ -23,7 +23,13 @@ from penstock.gateway.apis.chat.bodies import (
     ToolCall,
     thinking_variables,
 )
-from penstock.gateway.base.request_bodies import PrepareContext, invalid, prompt_too_long, unsupported
+from penstock.gateway.base.request_bodies import (
+    PrepareContext,
+    invalid,
+    prompt_too_long,
+    unsupported,
+    without_lone_surrogates,
+)
 from penstock.gateway.media.sources import MediaPart
 from penstock.infra.model.modeldir import ModelDir, Vision
 from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateBudgetError, TemplateError
@@ -152,7 +158,8 @@ def _arguments(call: ToolCall) -> Any:
     if isinstance(given, dict):
         return given
     try:
-        value = json.loads(given or "{}", strict=False)  # strings may hold line breaks
+        text = without_lone_surrogates(given.encode()).decode() if "\\u" in given else given
+        value = json.loads(text or "{}", strict=False)  # strings may hold line breaks
     except (ValueError, RecursionError):
         return given
     return value if isinstance(value, dict) else {} if value is None else given

@@ -200,6 +200,7 @@ def test_no_request_counts_twice_and_only_what_is_stored_during_a_poll_may_not_c
     [
         (b'{"model": "m", "priority": "batch", "messages": [{"role": "user"}]}', BATCH),
         (b'{"service_tier": "flex", "prompt": "x"}', BATCH),
+        (rb'{"service_tier": "flex", "prompt": "half of a pair: \ud83d"}', BATCH),
         (b'{"service_tier": "priority", "n": 3}', INTERACTIVE),
         (b'{"service_tier": "auto"}', STANDARD),
         (b'{"priority": "interactive", "service_tier": "flex"}', INTERACTIVE),

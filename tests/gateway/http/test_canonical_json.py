@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.http import idempotency_key as module
-from penstock.gateway.http.idempotency_key import canonical_json
+from penstock.gateway.http.idempotency_key import canonical_body, canonical_json
 from tests.properties import examples
 
 VALUES = st.recursive(
@@ -50,3 +50,9 @@ def test_members_of_the_outermost_object_are_left_out() -> None:
 def test_what_is_no_json_is_refused(text: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         canonical_json(text, without=["stream"])
+
+
+def test_a_repeat_may_be_streamed_also_if_a_text_ends_with_half_of_a_utf_16_pair() -> None:
+    bodies = rb'{"prompt": "\ud83d", "stream": true}', rb'{"stream":false,"prompt":"\ud83d"}'
+    assert len({canonical_body("text", body) for body in bodies}) == 1
+    assert canonical_body("text", bodies[0]) != canonical_body("chat", bodies[0])

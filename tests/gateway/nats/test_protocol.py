@@ -58,6 +58,7 @@ def test_the_key_of_an_answer_can_be_computed_by_any_client() -> None:
         (b'{"queries":"x","documents":["y"]}', "score", ""),
         (b'{"text_1":"x","text_2":"y"}', "score", ""),
         (b"nonsense", "text", ""),
+        (rb'{"messages":[{"content":"\ud83d"}],"stream":true}', "chat", "stream"),
     ],
 )
 def test_a_body_states_how_it_wants_its_answer(body: bytes, endpoint: str, form: str) -> None:
@@ -102,6 +103,8 @@ def test_of_a_header_in_two_cases_one_wish_not_to_be_stored_is_enough(first: str
         ({}, b'{"store": false}', True),
         ({}, b'{"store": true}', False),
         ({}, b'{"prompt": "no_store"}', False),
+        ({}, rb'{"prompt": "half of a pair: \ud83d"}', False),
+        ({}, rb'{"prompt": "half of a pair: \ud83d", "store": false}', True),
     ],
 )
 def test_a_submission_that_may_have_wanted_not_to_be_stored_counts_as_one(

@@ -238,6 +238,7 @@ def test_text_parts_become_one_string_and_tool_arguments_an_object() -> None:
         ("null", {}),
         ("", {}),
         ('{"text": "one\ntwo"}', {"text": "one\ntwo"}),
+        (r'{"text": "\ud83d\ude00, \ud83d"}', {"text": "😀, \ufffd"}),
         ({"x": 1}, {"x": 1}),
     ],
 )
@@ -391,6 +392,18 @@ def test_reasoning_that_clients_return_in_another_form_reaches_the_template(fiel
     said = [*CHAT["messages"], {"role": "assistant", **fields}, *CHAT["messages"]]
     turn = template_messages(chat(messages=said).messages)[1]
     assert (turn["content"], turn["reasoning_content"]) == ("Yes.", "Hm.")
+
+
+def test_reasoning_is_looked_for_in_the_parts_of_thoughts_and_no_deeper() -> None:
+    thought: Any = "Hm."
+    for _ in range(450):  # as deep as JSON of a body may be
+        thought = [{"type": "text", "text": thought}]
+    for fields in (
+        {"content": [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "Yes."}]},
+        {"content": "Yes.", "reasoning_details": [{"text": thought}]},
+    ):
+        said = [*CHAT["messages"], {"role": "assistant", **fields}, *CHAT["messages"]]
+        assert "reasoning_content" not in template_messages(chat(messages=said).messages)[1]
 
 
 def test_a_message_of_reasoning_alone_is_empty_besides() -> None:
