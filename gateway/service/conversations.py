@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -85,25 +86,27 @@ class Conversations:
         turns = await self._turns([*chain, last])
         return History(turns, (*stored.ancestors, last.request.id), size)
 
-    async def without_references(self, body: ResponsesRequest, sight: Sight = ALL) -> ResponsesRequest:
-        """The body with the items of stored responses in the place of references to them.
+    async def without_references(self, body: ResponsesRequest, sight: Sight = ALL) -> tuple[ResponsesRequest, int]:
+        """The body with the items of stored responses in the place of references to them, and the bytes of these.
 
         Raises:
             ServingError: one of them is unknown, or its response was deleted or has not ended; there are too many; the
                 log cannot be read.
         """
         if not body.input or isinstance(body.input, str):
-            return body
-        wanted: dict[str, str] = {}  # request id -> the first field that needs it
+            return body, 0
+        counts: dict[str, Counter[str | None]] = {}  # by request id: how often each of its items is named
+        fields: dict[str, str] = {}  # by request id: the first that names it
         for number, item in enumerate(body.input):
             if item.type == REFERENCE:
                 found = _ITEM_ID.fullmatch(item.id or "")
                 if found is None:
                     raise _no_item(f"input[{number}].id", item.id or "")
-                wanted.setdefault(found[1], f"input[{number}].id")
-        if not wanted:
-            return body
-        check_turns(len(wanted), "input")
+                counts.setdefault(found[1], Counter())[item.id] += 1
+                fields.setdefault(found[1], f"input[{number}].id")
+        if not fields:
+            return body, 0
+        check_turns(len(fields), "input")
 
         async def find(request_id: str, field: str) -> StoredRequest:
             try:
@@ -111,26 +114,23 @@ class Conversations:
             except ServingError as error:
                 raise ServingError(error.code, f"{field}: {error.message}", param=field) from None
 
-        named, refers = list(wanted.items()), {item.id for item in body.input if item.type == REFERENCE}
-        items: dict[str | None, tuple[InputItem, int]] = {}
+        named, size = list(fields.items()), 0
+        items: dict[str | None, InputItem] = {}
         for at in range(0, len(named), LOOK_UPS):  # some at a time, since each holds the whole conversation before it
             chain = await asyncio.gather(*(find(*each) for each in named[at : at + LOOK_UPS]))
             for turn in await self._turns(chain):
+                times = counts[turn.id.removeprefix(PREFIX)]
                 for item in (*input_items(turn.id, turn.input), *turn.output):
-                    if item.id in refers:
-                        items[item.id] = (item, len(msgspec.json.encode(item)))
-        resolved, size = [], 0
+                    if item.id in times and item.id not in items:
+                        items[item.id] = item
+                        size += times[item.id] * len(msgspec.json.encode(item))
+            if size > self._max_bytes:
+                raise invalid("input", f"the items that input refers to have more bytes than allowed; {self._limit}")
         for number, item in enumerate(body.input):
-            if item.type == REFERENCE:
-                if item.id not in items:
-                    raise _no_item(f"input[{number}].id", item.id or "")
-                item, length = items[item.id]
-                if (size := size + length) > self._max_bytes:
-                    raise invalid(
-                        "input", f"the items that input refers to have more bytes than allowed; {self._limit}"
-                    )
-            resolved.append(item)
-        return msgspec.structs.replace(body, input=resolved)
+            if item.type == REFERENCE and item.id not in items:
+                raise _no_item(f"input[{number}].id", item.id or "")
+        resolved = [items[item.id] if item.type == REFERENCE else item for item in body.input]
+        return msgspec.structs.replace(body, input=resolved), size
 
     async def remaining(self, ancestors: Sequence[str], sight: Sight = ALL) -> list[Turn]:
         """Those of these earlier responses that can still be read, the oldest first.

@@ -355,12 +355,12 @@ class RequestPreparer:
                 "be (X-Penstock-No-Store, or --always-no-store of the gateway)",
             )
         history = await self._conversations.history(asked.previous_response_id, sight)
-        asked = await self._conversations.without_references(asked, sight)
+        asked, named_bytes = await self._conversations.without_references(asked, sight)
         work = partial(
             prepare_response, asked, history.turns, context, now_ns=now_ns, request_id=request_id, compacts=compacts
         )
-        if history.size > LARGE_BODY:
-            prepared = await self._in_thread(context.tenant, len(body) + history.size, work)
+        if (more := history.size + named_bytes) > LARGE_BODY:
+            prepared = await self._in_thread(context.tenant, len(body) + more, work)
         else:
             prepared = await self._render_for(body, work, tenant=context.tenant)
         if compacts:
@@ -399,10 +399,10 @@ class RequestPreparer:
         asked = await self.run_for(body, parse_response, body, tenant=caller.tenant)
         sight = self.fleet.sight(caller)
         history = await self._conversations.history(asked.previous_response_id, sight)
-        asked = await self._conversations.without_references(asked, sight)
+        asked, named_bytes = await self._conversations.without_references(asked, sight)
         context, _ = await self._context(body, caller)
         work = partial(count_prompt_of, asked, history.turns, context)
-        return await self._in_thread(caller.tenant, len(body) + history.size, work)
+        return await self._in_thread(caller.tenant, len(body) + history.size + named_bytes, work)
 
     async def compute(self, work: Callable[[bytes, PrepareContext], T], body: bytes, caller: Caller = ANYONE) -> T:
         """Run ``work`` on a body and the context of its model.

@@ -100,13 +100,9 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
         ServingError: a tool is not supported. The error names it.
     """
     _check(tools)
-    functions = list(_functions(tools))
-    if len(functions) > MAX_TOOLS:
-        count = f"{len(functions)} functions, namespaces included"
-        raise invalid("tools", f"tools have {count}; at most {MAX_TOOLS} are allowed")
     made: list[dict[str, Any]] = []
     places: dict[str, str] = {}
-    for found in functions:
+    for found in _functions(tools):
         function = {key: value for key in ("name", "description", "parameters", "strict")
                     if (value := found.tool.get(key)) is not None}  # fmt: skip
         if isinstance(name := function.get("name"), str):
@@ -114,6 +110,15 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
         places[f"tools[{len(made)}].function"] = found.place
         made.append({"type": FUNCTION, "function": function})
     return made, places
+
+
+def check_count(tools: Iterable[dict[str, Any]]) -> None:
+    """
+    Raises:
+        ServingError: too many functions. Whoever compares their names checks this first.
+    """
+    if (count := sum(1 for _ in _functions(tools))) > MAX_TOOLS:
+        raise invalid("tools", f"tools have {count} functions, namespaces included; at most {MAX_TOOLS} are allowed")
 
 
 def left_out(tools: Iterable[dict[str, Any]]) -> list[str]:

@@ -30,6 +30,7 @@ from penstock.gateway.apis.responses.bodies import (
     ResponsesRequest,
     ToolNames,
     chat_tools,
+    check_count,
     custom_arguments,
 )
 from penstock.gateway.base.request_bodies import invalid, needed, rename, unsupported
@@ -75,7 +76,7 @@ def decode_summary(content: str, at: str) -> str:
     try:
         found = _read_summary(base64.b64decode(content, b"-_", validate=True))
         intact = found.version == 1 and found.check == crc32(found.text.encode())
-    except (ValueError, msgspec.DecodeError):
+    except (ValueError, RecursionError, msgspec.DecodeError):
         intact = False
     if not intact:
         raise invalid(at, f"{at} is damaged or from another server; send it as POST /v1/responses/compact returned it")
@@ -306,6 +307,7 @@ def chat_of(body: ResponsesRequest, history: Sequence[Turn] = ()) -> TranslatedC
     """
     brought = brought_tools(body, history)
     offered = [*(body.tools or ()), *brought.tools]
+    check_count(offered)
     names = ToolNames(offered)
     talk = ResponsesConversation(names)
     if body.instructions is not None:

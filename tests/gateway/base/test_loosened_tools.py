@@ -36,7 +36,7 @@ class Conversations:
         return SimpleNamespace(turns=[], size=0, ancestors=())
 
     async def without_references(self, body: Any, sees: str | None) -> Any:
-        return body
+        return body, 0
 
 
 class Settings:

@@ -89,13 +89,14 @@ def referring(name: str) -> ResponsesRequest:
 async def test_a_reference_is_the_item_of_the_stored_response() -> None:
     talk = over(Responses(), answered=True)
     for name, role, text in ((f"msg_{RESPONSE_ID}_0", "assistant", "Yes."), (f"msg_{RESPONSE_ID}_in0", "user", "hi")):
-        found = await talk.without_references(referring(name))
+        found, size = await talk.without_references(referring(name))
         assert isinstance(found.input, list)
         [part] = found.input[0].content or ()
         assert isinstance(part, InputPart)
         assert (found.input[0].role, part.text, found.input[1].content) == (role, text, "b")
+        assert size == len(msgspec.json.encode(found.input[0]))
     plain = ResponsesRequest(model="m", input="hi")
-    assert await talk.without_references(plain) is plain
+    assert await talk.without_references(plain) == (plain, 0)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,50 @@ async def test_items_that_are_named_again_and_again_count_each_time() -> None:
     talk = over(Responses(), answered=True, max_bytes=1000)
     name = f"msg_{RESPONSE_ID}_0"
     few = ResponsesRequest(model="m", input=[InputItem("item_reference", id=name)] * 2)
-    assert len((await talk.without_references(few)).input or ()) == 2
+    assert len((await talk.without_references(few))[0].input or ()) == 2
     many = ResponsesRequest(model="m", input=[InputItem("item_reference", id=name)] * 50)
     with pytest.raises(ServingError, match="the limit is 1000") as caught:
         await talk.without_references(many)
     assert caught.value.param == "input"
+
+
+class Several(Log):
+    """``found``: requests whose answers are ``Yes.``; it is noted which were looked for."""
+
+    def __init__(self, *found: GenerateRequest) -> None:
+        super().__init__()
+        self._found = {request.id: request for request in found}
+        self.sought: list[str] = []
+
+    async def find(self, request_id: str, tenant: str | None = None) -> StoredRequest:
+        self.sought.append(request_id)
+        choices = (Outcome(pack_tokens(DETOKENIZER_TEXT), "stop"),)
+        return StoredRequest(self._found[request_id], msgspec.structs.replace(RECORD, choices=choices))
+
+
+def stored_as(number: int, *given: InputItem) -> GenerateRequest:
+    body = encode_stored(ResponsesRequest(model="m", input=list(given)))
+    return msgspec.structs.replace(STORED, id=f"{RESPONSE_ID[:-2]}{number:02d}", client_body=body)
+
+
+async def test_large_items_are_not_collected_beyond_the_limit() -> None:
+    large = InputItem("message", role="user", content="x" * 1000)
+    log = Several(*(stored_as(number, large) for number in range(64)))
+    refers = [InputItem("item_reference", id=f"msg_{RESPONSE_ID[:-2]}{number:02d}_in0") for number in range(64)]
+    with pytest.raises(ServingError, match="the limit is 5000"):
+        await over(log, answered=True, max_bytes=5000).without_references(ResponsesRequest(model="m", input=refers))
+    assert len(log.sought) == conversations.LOOK_UPS, "the others are not read"
+
+
+async def test_an_item_is_taken_from_the_response_that_made_it() -> None:
+    """Later ones have copies of it in their input, as the client sent them."""
+    first = stored_as(1, InputItem("message", role="user", content="a"))
+    made = f"msg_{first.id}_0"
+    second = stored_as(2, InputItem("message", id=made, role="assistant", content="No."))
+    refers = [InputItem("item_reference", id=name) for name in (made, f"msg_{second.id}_0")]
+    body, _ = await over(Several(first, second), answered=True).without_references(
+        ResponsesRequest(model="m", input=refers)
+    )
+    assert [each.content for each in body.input or () if isinstance(each, InputItem)] == [
+        [InputPart("output_text", text="Yes.")]
+    ] * 2

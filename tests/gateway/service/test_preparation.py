@@ -11,8 +11,10 @@ import pytest
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import Caller, Sight
-from penstock.gateway.base.request_bodies import PrepareContext
+from penstock.gateway.apis.responses.bodies import ResponsesRequest
+from penstock.gateway.base.request_bodies import RESPONSE, PrepareContext
 from penstock.gateway.service import preparation
+from penstock.gateway.service.conversations import History
 from penstock.gateway.service.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
 from penstock.infra.text.chat_template import ChatTemplate
 from penstock.schemas.errors import Code, ServingError
@@ -70,6 +72,31 @@ async def test_only_large_bodies_are_prepared_in_a_thread(
     kind = next(iter(preparation.IMAGE_PATHS)) if endpoint == "images" else endpoint
     assert await preparer.prepare(kind, b'"%b"' % (b"x" * size)) is prepared
     assert [thread is threading.main_thread() for thread in threads] == [size < LARGE_BODY]
+
+
+@pytest.mark.parametrize("named_bytes", [0, 2 * LARGE_BODY])
+async def test_items_that_a_small_body_names_are_prepared_in_a_thread_if_they_are_large(
+    context: PrepareContext, monkeypatch: pytest.MonkeyPatch, named_bytes: int
+) -> None:
+    threads = []
+
+    class Stored:
+        async def history(self, previous: str | None, sight: Any) -> History:
+            return History()
+
+        async def without_references(self, body: ResponsesRequest, sight: Any) -> tuple[ResponsesRequest, int]:
+            return body, named_bytes
+
+    def prepare(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        raise ServingError(Code.invalid_request, "no")
+
+    monkeypatch.setattr(preparation, "prepare_response", prepare)
+    made = RequestPreparer(Fleet(context), None, Stored(), "gw1", _Settings())  # type: ignore[arg-type]
+    with pytest.raises(ServingError, match="no"):
+        await made.prepare(RESPONSE, b'{"input": "a"}')
+    await made.close()
+    assert [thread is threading.main_thread() for thread in threads] == [not named_bytes]
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])

@@ -72,6 +72,7 @@ def test_a_damaged_summary_is_refused_by_name(text: str, data: st.DataObject) ->
         "gAAAAABpM0Yj-of-another-server=",
         "é",
         base64.urlsafe_b64encode(b"[" * 100_000).decode(),
+        NESTED := base64.urlsafe_b64encode(b'{"x":' + b"[" * 100_000).decode(),
         base64.urlsafe_b64encode(msgspec.json.encode(Summary("a", 0))).decode(),
         base64.urlsafe_b64encode(msgspec.json.encode(Summary("", 0, version=2))).decode(),
     ],
@@ -80,6 +81,12 @@ def test_what_is_no_summary_of_this_server_is_refused(content: str) -> None:
     with pytest.raises(ServingError) as caught:
         chat_of(ResponsesRequest(input=[InputItem(role="user", content="a"), compaction(content)]))
     assert (caught.value.code, caught.value.param) == (Code.invalid_request, AT)
+
+
+def test_reasoning_of_another_server_is_passed_over_however_it_is_nested() -> None:
+    thought = InputItem("reasoning", encrypted_content=NESTED)
+    [message] = chat_of(ResponsesRequest(input=[InputItem(role="user", content="a"), thought])).body.messages
+    assert message.role == "user"
 
 
 def compaction(content: str | None) -> InputItem:

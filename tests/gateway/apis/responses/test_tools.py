@@ -3,7 +3,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.gateway.apis.responses.bodies import ToolNames, chat_tools, input_rules, left_out, parse_response
+from penstock.gateway.apis.responses.bodies import (
+    ToolNames,
+    chat_tools,
+    check_count,
+    input_rules,
+    left_out,
+    parse_response,
+)
 from penstock.gateway.apis.responses.chat import chat_of
 from penstock.schemas.errors import Code, ServingError
 
@@ -44,8 +51,19 @@ def test_no_two_functions_have_one_name_whatever_namespaces_are_called() -> None
 def test_functions_of_namespaces_count_like_others() -> None:
     tools = [space("a", *[function(f"f{number}") for number in range(513)])]
     with pytest.raises(ServingError, match="513 functions, namespaces included; at most 512") as refused:
-        chat_tools(tools, ToolNames(tools))
+        check_count(tools)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.timeout(20)
+def test_names_of_too_many_functions_are_not_compared() -> None:
+    """Of ``a``, ``a__a``, …, each way to split a name is a namespace and a function: all want the same name."""
+    names = ["__".join("a" * (number + 1)) for number in range(2000)]
+    tools = [[space(first, function(last))] for first, last in zip(names, reversed(names), strict=True)]
+    given = [{"type": "additional_tools", "tools": [*each, function(each[0]["tools"][0]["name"])]} for each in tools]
+    body = msgspec.json.encode({"model": "m", "input": [*given, {"role": "user", "content": "a"}]})
+    with pytest.raises(ServingError, match="4000 functions, namespaces included; at most 512"):
+        chat_of(parse_response(body))
 
 
 def test_a_call_in_the_history_of_a_tool_that_is_gone_keeps_its_name() -> None:
