@@ -404,9 +404,11 @@ class Responder:
                     data = renderer.fail(error, finished=error.code not in CONTINUES)
                 done = renderer.done
                 if not started:
-                    # A stored response is there also if it failed: its last event says so.
-                    if renderer.error is not None and not (self._again and inflight.request.endpoint == RESPONSE):
-                        raise renderer.error
+                    if (failed := renderer.error) is not None:
+                        # A stored response is there also if it failed: its last event says so.
+                        shown = self._again and inflight.request.endpoint == RESPONSE
+                        if not shown or failed.code in CONTINUES:
+                            raise failed
                     started = True
                     await self.begin_stream(followed=bool(data) or done)
                 if data or done:  # a client that has seen every event still gets the end of the body

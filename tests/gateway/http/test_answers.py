@@ -91,6 +91,31 @@ async def test_a_stream_that_was_cut_off_continues_elsewhere_without_a_gap(
     assert [*seen, *rest] == renderer_for(asked, DETOKENIZER).push(answer).removesuffix(b"\n\n").split(b"\n\n")
 
 
+@pytest.mark.parametrize("asked", [asked for asked, _ in STREAMS], ids=lambda asked: asked.endpoint)
+@pytest.mark.parametrize("error", [unstored("r"), ServingError(Code.engine_error, "x")], ids=lambda error: error.code)
+async def test_read_again_only_a_response_that_failed_is_streamed_with_its_failure(
+    asked: GenerateRequest, error: ServingError
+) -> None:
+    """That it cannot be read now is no part of it: the client is to come again."""
+    inflight = InflightRequest(asked)
+    inflight.fail(error)
+    gateway = MagicMock(turns=TurnBudget(), settings=GatewaySettings())
+    sent = bytearray()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.extend(message.get("body", b""))
+
+    responder = Responder(gateway, inflight, {SCOPE: MagicMock(lost=False)}, send, 0.0, again=True)
+    streaming = responder.stream(renderer_for(asked, DETOKENIZER))
+    if asked.endpoint == "response" and error.code is Code.engine_error:
+        assert await streaming == error.code.value
+        assert b"response.failed" in sent
+    else:
+        with pytest.raises(ServingError) as caught:
+            await streaming
+        assert (caught.value.code, bytes(sent)) == (error.code, b"")
+
+
 class Clock:
     """Of the test's own: what ``IdleTimer`` needs of an event loop."""
 
