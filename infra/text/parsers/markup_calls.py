@@ -112,7 +112,7 @@ class _Markup:
             if not mark and self._call_tag.closed and reader.peek() == "{":  # all arguments as one object
                 deltas.begin_call(name)
                 reader.commit()
-                if (yield from value(reader, ControlsEscaped(deltas.arguments))):
+                if (yield from value(reader, ControlsEscaped(deltas.arguments))) or not reader.cut_short:
                     mark = yield from read_closing(reader, deltas, self._end, self._close)
                     end_call(reader, deltas)
                 return mark

@@ -341,6 +341,8 @@ VARIANTS = [
     Case("", "qwen3_coder", "<tool_call>\n{x}\n</tool_call>", "<tool_call>\n{x}\n</tool_call>"),
     Case("", "qwen3_coder", f"<tool_call>\n<function=a>\n{WEATHER}\n</function>\n</tool_call>", None,
          calls=(("a", WEATHER),)),
+    Case("", "qwen3_coder", '<tool_call>\n<function=a>{"x": 1</function>\n</tool_call>So.', "So.",
+         calls=(("a", '{"x": 1'),)),
     Case("", "deepseek_v32",
          f'<｜DSML｜function_calls>\n  <｜DSML｜invoke name="a">\n  {WEATHER}\n  </｜DSML｜invoke>\n'
          f'<｜DSML｜invoke name="b">{TIME}</｜DSML｜invoke>\n</｜DSML｜function_calls>', None,
