@@ -339,11 +339,16 @@ async def test_nobody_continues_or_lists_what_is_anothers(
     ask = {"model": MODEL_NAME, "input": "Hello", "max_output_tokens": 4}
     first = (await http.post("/v1/responses", json=ask, headers=owner)).json()["id"]
     more = {**ask, "previous_response_id": first}
+    named = {**ask, "input": [{"type": "item_reference", "id": f"msg_{first.removeprefix('resp_')}_0"}]}
     for path in ("/v1/responses", "/v1/responses/input_tokens"):
         refused = await http.post(path, json=more, headers=another)
         assert refused.status_code == 400
         assert "is not known" in refused.json()["error"]["message"]
         assert (await http.post(path, json=more, headers=owner)).status_code == 200
+        refused = await http.post(path, json=named, headers=another)
+        assert refused.status_code == 400
+        assert (refused.json()["error"]["param"], "is not known" in refused.text) == ("input[0].id", True)
+        assert (await http.post(path, json=named, headers=owner)).status_code == 200
     listed = {
         role: await http.get("/v1/requests", headers=key)
         for role, key in (("a", owner), ("z", another), ("o", operator))
