@@ -88,6 +88,8 @@ def _named(references: list[Any], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     for each in references:
         function = each.get("function", each) if isinstance(each, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
+        if name is None:
+            raise invalid("tool_choice", "tool_choice names no tool; its form is {'type': 'function', 'name': ...}")
         if not any(name == tool.name for tool in tools):
             raise invalid("tool_choice", f"tool_choice names {str(name)[:60]!r}, which is not among the tools")
         names.append(name)

@@ -359,7 +359,8 @@ def _add(talk: ResponsesConversation, given: str | Sequence[InputItem], place: s
 def _tool_choice(given: str | dict[str, Any] | None, names: ToolNames) -> str | dict[str, Any] | None:
     """As chat completions have it, whose own limits apply to it."""
     if isinstance(given, dict) and given.get("type") in (FUNCTION, CUSTOM):
-        name, namespace = given.get("name"), given.get("namespace")
+        inner = given.get("function", given)  # some clients nest it as chat completions do
+        name, namespace = (inner.get("name"), inner.get("namespace")) if isinstance(inner, dict) else (None, None)
         if isinstance(name, str) and isinstance(namespace, str):
             name = names.shown(namespace, name)
         return {"type": "function", "function": {"name": name}}

@@ -67,6 +67,7 @@ def test_a_choice_says_what_may_and_must_be_called(
     [
         ({"tool_choice": "required", "tools": None}, "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "delete"}}}, "delete"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "names no tool"),
         ({"tool_choice": allowed("sometimes", "read")}, "mode"),
         ({"tool_choice": {"type": "allowed_tools"}}, "mode"),
         ({"tool_choice": "maybe"}, "maybe"),

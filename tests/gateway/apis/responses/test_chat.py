@@ -69,6 +69,15 @@ def test_a_custom_tools_grammar_is_enforced_where_calls_can_be_constrained(
         check(wanted.constraint)
 
 
+def test_a_tool_choice_may_nest_the_name_as_chat_completions_do() -> None:
+    nested = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ({"type": "function", "name": "get_weather"}, nested):
+        assert chat_of(parsed(tools=[TOOL], tool_choice=choice)).body.tool_choice == nested
+    for choice in ({"type": "function"}, {"type": "function", "function": "get_weather"}):
+        with pytest.raises(ServingError, match="tool_choice names no tool"):
+            prepared(tools=[TOOL], tool_choice=choice)
+
+
 def test_a_text_is_what_the_user_says() -> None:
     assert messages("hi", instructions="Be brief.") == [ChatMessage("system", "Be brief."), ChatMessage("user", "hi")]
 
