@@ -271,7 +271,7 @@ def _prepared(
         constraint=options.wanted.constraint if options.wanted is not None else None,
         shown=_shown(body),
         api_key=context.api_key,
-        chat=carried_chat(body, _asked_tokens(body) or _usual_tokens(context) or None)
+        chat=carried_chat(body, _carried_limit(body, options.stop.max_tokens, context))
         if context.carries_chat and isinstance(body, ChatCompletionRequest)
         else b"",
     )
@@ -372,6 +372,13 @@ def _asked_tokens(body: ChatCompletionRequest | CompletionRequest) -> int | None
 def _usual_tokens(context: PrepareContext) -> int:
     """Of an answer whose body sets no limit; 0: as many as fit."""
     return context.default_max_tokens or context.model.defaults.max_tokens
+
+
+def _carried_limit(body: ChatCompletionRequest, max_tokens: int, context: PrepareContext) -> int | None:
+    """As ``carried_chat`` takes it. Of what was lowered to the room in the context, only the server knows how much it
+    is: it counts the prompt's tokens."""
+    wanted = _asked_tokens(body) or _usual_tokens(context)
+    return wanted if wanted == max_tokens else None
 
 
 def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: int, context: PrepareContext) -> int:

@@ -57,6 +57,18 @@ def test_what_the_client_gave_is_carried_and_what_it_left_open_is_not(carrying: 
     assert (limited.sampling.logit_bias, limited.stop.token_ids) == ({}, ()), "ids are of the server's vocabulary"
 
 
+def test_a_limit_that_was_lowered_to_the_context_is_left_to_the_server(carrying: PrepareContext) -> None:
+    clamps = carrying._replace(clamp_max_tokens=True)
+    for context, options in (
+        (clamps, {"max_tokens": 1 << 20}),
+        (carrying._replace(default_max_tokens=carrying.max_model_len), {}),
+    ):
+        request = prepared(context, **options)
+        assert request.stop.max_tokens < carrying.max_model_len
+        assert "max_tokens" not in json.loads(request.chat)
+    assert json.loads(prepared(clamps, max_tokens=7).chat)["max_tokens"] == 7
+
+
 def test_a_request_of_other_workers_carries_nothing(context: PrepareContext) -> None:
     request = prepared(context)
     assert (request.chat, request.sampling.logits_processors) == (b"", ())
