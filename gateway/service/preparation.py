@@ -356,17 +356,21 @@ class RequestPreparer:
             )
         history = await self._conversations.history(asked.previous_response_id, sight)
         asked, named_bytes = await self._conversations.without_references(asked, sight)
-        work = partial(
-            prepare_response, asked, history.turns, context, now_ns=now_ns, request_id=request_id, compacts=compacts
-        )
+
+        def work() -> tuple[PreparedRequest | PendingMediaRequest, bytes]:
+            """The request, and what is stored of its body."""
+            made = prepare_response(
+                asked, history.turns, context, now_ns=now_ns, request_id=request_id, compacts=compacts
+            )
+            if compacts:
+                return made, encode_kept(asked, history.turns, request_id)
+            tools = brought_tools(asked, history.turns).tools
+            return made, encode_stored(asked, history.ancestors, history.size, tools)
+
         if (more := history.size + named_bytes) > LARGE_BODY:
-            prepared = await self._in_thread(context.tenant, len(body) + more, work)
+            prepared, stored = await self._in_thread(context.tenant, len(body) + more, work)
         else:
-            prepared = await self._render_for(body, work, tenant=context.tenant)
-        if compacts:
-            stored = encode_kept(asked, history.turns, request_id)
-        else:
-            stored = encode_stored(asked, history.ancestors, history.size, brought_tools(asked, history.turns).tools)
+            prepared, stored = await self._render_for(body, work, tenant=context.tenant)
         if isinstance(prepared, PendingMediaRequest):
             prepared = await self._with_media(prepared, context)
         return with_body(prepared, endpoint, stored)._replace(detached=bool(asked.background))

@@ -89,14 +89,18 @@ async def test_items_that_a_small_body_names_are_prepared_in_a_thread_if_they_ar
 
     def prepare(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread())
+
+    def encode(*args: Any) -> Any:
+        threads.append(threading.current_thread())
         raise ServingError(Code.invalid_request, "no")
 
     monkeypatch.setattr(preparation, "prepare_response", prepare)
+    monkeypatch.setattr(preparation, "encode_stored", encode)
     made = RequestPreparer(Fleet(context), None, Stored(), "gw1", _Settings())  # type: ignore[arg-type]
     with pytest.raises(ServingError, match="no"):
         await made.prepare(RESPONSE, b'{"input": "a"}')
     await made.close()
-    assert [thread is threading.main_thread() for thread in threads] == [not named_bytes]
+    assert [thread is threading.main_thread() for thread in threads] == [not named_bytes] * 2
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
