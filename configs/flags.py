@@ -136,6 +136,7 @@ def parse(
         SystemExit: 0 after ``--help``, 2 for an unknown flag or a wrong value, explained on stderr.
     """
     parser = _SettingsParser(prog=prog, usage=f"{prog} [FLAGS]", description=about or None)
+    parser.passed_on = getattr(kind, "PASSED_ON", {})
     try:
         return _settled(kind, parser, argv, os.environ if environ is None else environ)
     except BadFlags as error:
@@ -489,7 +490,19 @@ def or_none(number: Callable[[str], int]) -> Callable[[str], int]:
 
 
 class _SettingsParser(Parser):
-    """Raises, so that all problems are reported together."""
+    """Raises, so that all problems are reported together.
+
+    Attributes:
+        passed_on: fields of the commands that this one runs, which take them from the environment.
+    """
+
+    passed_on: Mapping[str, frozenset[str]] = {}
+
+    def _unknown_flag(self, flag: str, names: Sequence[str]) -> str:
+        field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if owners := [f"`penstock {name}`" for name, fields in self.passed_on.items() if field in fields]:
+            return f"unknown flag {flag} here: it is of {', '.join(owners)}; set {PREFIX}{field.upper()} instead"
+        return super()._unknown_flag(flag, names)
 
     def error(self, message: str) -> NoReturn:
         raise BadFlags(_plain(message))

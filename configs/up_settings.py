@@ -24,11 +24,20 @@ from penstock.configs.settings import (
 _GATEWAY, _ROUTER, _WORKER, _NATS = GatewaySettings(), RouterSettings(), WorkerSettings(), NatsSettings()
 _OF_GATEWAY, _OF_ROUTER, _OF_WORKER = SameAs(GatewaySettings), SameAs(RouterSettings), SameAs(WorkerSettings)
 _OF_NATS, _OF_ALL = SameAs(NatsSettings), SameAs(Common)
+_SET = {
+    *("active_cells", "counts_fd", "learn_models", "listen_fd", "mode", "name", "nearest_cell", "role", "state_dir"),
+    *("sys_nats_url", "tracing"),
+}
 
 
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock up``: its own settings, and those of its processes that it passes on."""
 
+    # Fields of its processes that it does not set itself, so that their variables count.
+    PASSED_ON: ClassVar[Mapping[str, frozenset[str]]] = {
+        name: frozenset(kind.__struct_fields__) - _SET
+        for name, kind in {"gateway": GatewaySettings, "router": RouterSettings, "worker": WorkerSettings}.items()
+    }
     HELP: ClassVar[Mapping[str, tuple[Any, ...]]] = {  # flags by heading, in the order of help and docs
         "Most used": (
             *("model", "engine", "workers", "gpus", "max_model_len", "http_host", "http_port", "require_keys"),

@@ -17,9 +17,10 @@ NOUN: dict[object, str] = {bool: "on, off", int: "integer", float: "number", str
 INTRO = """\
 # Settings
 
-Every flag is also an environment variable: `--http-port` is `PENSTOCK_HTTP_PORT`. `penstock up` also reads a YAML
-file, with keys named as the flags (`http-port: 9000`): `penstock.yaml` in the working directory, or `--config FILE`.
-A flag wins over its variable, and a variable over the file.
+Every flag is also an environment variable: `--http-port` is `PENSTOCK_HTTP_PORT`. Those of `penstock gateway`, `router`
+and `worker` that `penstock up` lacks reach its processes that way. `penstock up` also reads a YAML file, with keys
+named as the flags (`http-port: 9000`): `penstock.yaml` in the working directory, or `--config FILE`. A flag wins over
+its variable, and a variable over the file.
 
 - A flag that is on or off has a negative form, `--no-NAME`. Its variable is `true` or `false`.
 - Lists are written with commas. A repeated flag adds to its list.

@@ -86,6 +86,7 @@ TYPOS = [
     (["gatway", "--http-port", "1"], "did you mean `penstock gateway`?"),
     (["bench", "htp"], "did you mean `penstock bench http`?"),
     (["up", "--http-prt", "1"], "--http-prt: did you mean --http-port?"),
+    (["up", "--clamp-max-tokens"], "it is of `penstock gateway`; set PENSTOCK_CLAMP_MAX_TOKENS instead"),
     (["up", "--engine", "mok"], "did you mean mock?"),
     (["tenants", "add", "x", "--max-pendng=1"], "--max-pendng: did you mean --max-pending?"),
     (["inspect", "--data-dri", "x", "id"], "--data-dri: did you mean --data-dir?"),
