@@ -97,12 +97,13 @@ def needed(value: str | None, at: str) -> str:
     return value
 
 
-def prompt_too_long(amount: str, max_model_len: int) -> ServingError:
-    """``amount`` is the prompt's length with its unit, as in "at least 5000 tokens"."""
+def prompt_too_long(tokens: int, max_model_len: int, *, at_least: bool = False) -> ServingError:
+    """Agents compact a conversation when they read this: most know the first words, Claude Code its numbers too, others
+    "maximum context length is N tokens"."""
     return ServingError(
         Code.context_length_exceeded,
-        f"the prompt has {amount}; this model's context length is {max_model_len} tokens, prompt and output together. "
-        "Shorten the prompt.",
+        f"the prompt is too long: {'at least ' if at_least else ''}{tokens} tokens > {max_model_len - 1}. This model's "
+        f"maximum context length is {max_model_len} tokens, prompt and output together. Shorten the prompt.",
     )
 
 

@@ -387,7 +387,7 @@ def _max_tokens(body: ChatCompletionRequest | CompletionRequest, prompt_tokens: 
     if not prompt_tokens:
         raise invalid("prompt", "prompt is empty; it must have at least 1 token")
     if prompt_tokens >= limit:
-        raise prompt_too_long(f"{prompt_tokens} tokens, which leaves no room for output", limit)
+        raise prompt_too_long(prompt_tokens, limit)
     rest = limit - prompt_tokens
     if asked is None:
         return min(_usual_tokens(context) or rest, rest)

@@ -377,7 +377,8 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
             f"messages has {len(body.messages)} entries; the limit is {context.max_messages} (--max-messages)",
         )
     template = _template_for(body, context.model)
-    messages, media = template_messages(body.messages, template.walks_parts), media_parts(body.messages)
+    given = body.messages if context.model.vision is not None else list(map(_without_media, body.messages))
+    messages, media = template_messages(given, template.walks_parts), media_parts(given)
     if len(messages) > _FEW_MESSAGES and template.keeps_texts:
         _check_texts(messages, context)
     vision = context.model.vision
@@ -406,6 +407,20 @@ def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
     return Prompt(tokens, media, len(tokens) - len(media) + expanded)
 
 
+def _without_media(message: ChatMessage) -> ChatMessage:
+    """A tool's result with a line in place of each image and video. Agents look at files, and send each result with
+    every later request: if it was refused, their conversation would be over."""
+    if message.role != "tool" or not isinstance(message.content, list):
+        return message
+    parts = [
+        ContentPart("text", f"[The {'video' if 'video' in part.type else 'image'} cannot be shown to this model.]")
+        if part.type in MEDIA_FIELDS
+        else part
+        for part in message.content
+    ]
+    return msgspec.structs.replace(message, content=parts)
+
+
 def _check_media(media: Sequence[MediaPart], vision: Vision | None, context: PrepareContext) -> None:
     """
     Raises:
@@ -415,7 +430,8 @@ def _check_media(media: Sequence[MediaPart], vision: Vision | None, context: Pre
     images = [part for part in media if not part.video]
     if vision is None and media:
         kind = "videos" if media[0].video else "images"
-        raise unsupported(media[0].field, f"{kind} are not supported: {context.model.no_vision}")
+        # Claude Code knows these words: it leaves the images out, tells the model so, and continues.
+        raise unsupported(media[0].field, f"could not process {kind}: {context.model.no_vision}")
     if vision is not None and videos and not vision.video_token:
         raise unsupported(videos[0].field, "videos are not supported: this model takes images only")
     if vision is not None and vision.patches is not None:
@@ -647,10 +663,7 @@ def _check_texts(messages: list[dict[str, Any]], context: PrepareContext) -> Non
     """
     size = sum(len(text) for each in messages if (text := each["content"]).__class__ is str)
     if size > context.max_model_len * context.model.detokenizer.longest_bytes:
-        limit = context.max_model_len
-        raise prompt_too_long(
-            f"{size} characters in {len(messages)} messages, more than {limit} tokens can hold", limit
-        )
+        raise prompt_too_long(size // context.model.detokenizer.longest_bytes, context.max_model_len, at_least=True)
 
 
 def _check_length(text: str, context: PrepareContext, *, special: bool) -> None:
@@ -663,10 +676,8 @@ def _check_length(text: str, context: PrepareContext, *, special: bool) -> None:
         return
     longest = context.model.detokenizer.longest_bytes
     if len(text) > limit * longest:
-        raise prompt_too_long(
-            f"{len(text)} characters, more than {limit} tokens of at most {longest} bytes can hold", limit
-        )
+        raise prompt_too_long(len(text) // longest, limit, at_least=True)
     # Cut anywhere: only the last word may be split differently, so the count can only be slightly too high.
     start = len(context.model.encoder.encode(text[: limit * _PROBE_CHARS_PER_TOKEN], special=special))
     if start > limit + _PROBE_CHARS_PER_TOKEN:
-        raise prompt_too_long(f"at least {start} tokens", limit)
+        raise prompt_too_long(start, limit, at_least=True)

@@ -189,7 +189,7 @@ def test_text_that_cannot_fit_is_refused_without_tokenising_it_all(context: Prep
     longest = context.model.detokenizer.longest_bytes
     error = refusal(chat, context, "x" * (2048 * longest))
     assert error.code is Code.context_length_exceeded
-    assert "characters" in error.message
+    assert "at least 2049 tokens > 2047" in error.message
     words = "request " * 20_000  # fits by characters alone, not by its start
     assert len(words) > 16 * 2048
     assert "at least" in refusal(chat, context._replace(model=wide(context.model)), words).message

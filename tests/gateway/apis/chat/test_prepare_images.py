@@ -214,6 +214,19 @@ def test_a_model_without_vision_refuses_images(vision_context: PrepareContext) -
     assert "'llama' takes no images" in error.message
 
 
+def test_a_model_without_vision_reads_that_it_cannot_see_the_image_in_a_tools_result(
+    vision_context: PrepareContext,
+) -> None:
+    blind = vision_context._replace(model=load(DEMO))
+    messages = [{"role": "user", "content": "Look."}, {"role": "tool", "content": [image(URL)]}]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    made = prepare_chat(body, blind, now_ns=NOW, request_id="r")
+    assert isinstance(made, PreparedRequest)
+    text = blind.model.tokenizer.decode(list(unpack_tokens(made.request.prompt)))
+    assert "[The image cannot be shown to this model.]" in text
+    assert URL not in text
+
+
 def test_too_many_images_are_refused_with_the_limit(vision_context: PrepareContext) -> None:
     assert len(pending(vision_context, *[image(URL)] * 4).prompt.media) == 4
     error = refusal(pending, vision_context, *[image(URL)] * 5)
