@@ -11,15 +11,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, SamplingOptions, StopText
-from penstock.gateway.base.request_bodies import Name, decode_body, unsupported
+from penstock.gateway.base.request_bodies import Name, decode_body, invalid, unsupported
 
 MAX_TOOLS = 512
-KEEP_THOUGHTS = "clear_thinking_20251015"
+CLEAR_THINKING, CLEAR_TOOL_USES = "clear_thinking_20251015", "clear_tool_uses_20250919"
 THREAD = "thread"
 SEARCHES_TOOLS = "tool_search_tool_"
 # Tools that Anthropic's servers run, by the beginning of their type. Beside others they are left out.
 LEFT_OUT = ("web_search_", "web_fetch_", "code_execution_", "advisor_", SEARCHES_TOOLS)
-_ALL = ("all", {"type": "all"})
 
 
 class BlockSource(Struct, frozen=True):
@@ -98,11 +97,22 @@ class OutputConfig(Struct, frozen=True):
     format: OutputFormat | None = None
 
 
+class Amount(Struct, frozen=True):
+    """``type``: "input_tokens" or "tool_uses"; of ``keep``, also "thinking_turns" or "all", which has no value."""
+
+    type: Literal["input_tokens", "tool_uses", "thinking_turns", "all"]
+    value: Annotated[int, Meta(ge=0)] | None = None
+
+
 class ContextEdit(Struct, frozen=True):
-    """``type``: "clear_thinking_20251015", whose ``keep`` must be "all" or ``{"type": "all"}``: nothing is removed."""
+    """``type``: "clear_thinking_20251015", or "clear_tool_uses_20250919", to which all but ``keep`` belongs."""
 
     type: str
-    keep: Any = None
+    keep: Literal["all"] | Amount | None = None
+    trigger: Amount | None = None
+    clear_at_least: Amount | None = None
+    exclude_tools: Annotated[list[str], Meta(max_length=MAX_TOOLS)] | None = None
+    clear_tool_inputs: bool | Annotated[list[str], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class ContextManagement(Struct, frozen=True):
@@ -123,6 +133,7 @@ class CountTokensRequest(Struct, frozen=True, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
 
@@ -162,12 +173,37 @@ def parse_message(data: bytes) -> MessagesRequest:
             raise unsupported(name, f"{name} is not supported")
     if body.thread is not None:
         raise unsupported(THREAD, "thread is not supported; send the whole conversation")
-    for number, edit in enumerate(body.context_management.edits if body.context_management is not None else ()):
-        if edit.type != KEEP_THOUGHTS or edit.keep not in _ALL:
-            at = f"context_management.edits[{number}]"
-            message = f"{at} {edit.type[:40]!r} is not supported; only {KEEP_THOUGHTS!r} with keep 'all' is"
-            raise unsupported(at, message)
+    _check_edits(body.context_management)
     return body
+
+
+_AMOUNTS: dict[str, dict[str, tuple[str, ...]]] = {
+    CLEAR_THINKING: {"keep": ("thinking_turns", "all")},
+    CLEAR_TOOL_USES: {
+        "keep": ("tool_uses",), "trigger": ("input_tokens", "tool_uses"), "clear_at_least": ("input_tokens",)
+    },
+}  # fmt: skip
+
+
+def _check_edits(given: ContextManagement | None) -> None:
+    seen: set[str] = set()  # each may render the prompt once more
+    for number, edit in enumerate(given.edits if given is not None else ()):
+        at = f"context_management.edits[{number}]"
+        if (amounts := _AMOUNTS.get(edit.type)) is None:
+            raise unsupported(at, f"{at} {edit.type[:40]!r} is not supported; use {' or '.join(map(repr, _AMOUNTS))}")
+        if edit.type in seen:
+            raise invalid(at, f"{at}: {edit.type!r} is there twice")
+        seen.add(edit.type)
+        for name in ("keep", "trigger", "clear_at_least"):
+            amount, kinds = getattr(edit, name), amounts.get(name, ())
+            kind = amount if isinstance(amount, str) else amount and amount.type
+            if amount is None:
+                continue
+            if kind not in kinds:
+                use = f"use {' or '.join(map(repr, kinds))}" if kinds else f"{edit.type!r} has none"
+                raise invalid(f"{at}.{name}", f"{at}.{name} is {kind!r}; {use}")
+            if kind != "all" and not isinstance(amount, str) and amount.value is None:
+                raise invalid(f"{at}.{name}.value", f"{at}.{name}.value is missing")
 
 
 def parse_count(data: bytes) -> CountTokensRequest:
@@ -176,4 +212,5 @@ def parse_count(data: bytes) -> CountTokensRequest:
         ServingError: invalid_request, with the field.
     """
     body: CountTokensRequest = decode_body(_decode_count, data)
+    _check_edits(body.context_management)
     return body

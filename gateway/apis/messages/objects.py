@@ -1,5 +1,6 @@
 """Messages, content blocks, events and models of the Messages API."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -38,6 +39,19 @@ class MessageOutputDetails(Struct, frozen=True):
     thinking_tokens: int
 
 
+class AppliedEdit(Struct, frozen=True):
+    """``cleared_input_tokens``: by which it shortened the prompt; at least so many, if that was beyond the context."""
+
+    type: str
+    cleared_input_tokens: int
+    cleared_tool_uses: int | UnsetType = UNSET
+    cleared_thinking_turns: int | UnsetType = UNSET
+
+
+class AppliedEdits(Struct, frozen=True):
+    applied_edits: Sequence[AppliedEdit]
+
+
 class MessageUsage(Struct, frozen=True):
     """``input_tokens`` are those that did not come from the prefix cache."""
 
@@ -59,6 +73,7 @@ class Message(Struct, frozen=True, kw_only=True):
     usage: MessageUsage
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
+    context_management: AppliedEdits | UnsetType = UNSET
 
 
 class MessageDelta(Struct, frozen=True):
@@ -91,12 +106,20 @@ class MessageEvent(Struct, frozen=True, omit_defaults=True):
     content_block: Any = UNSET
     delta: Any = UNSET
     usage: MessageUsage | UnsetType = UNSET
+    context_management: AppliedEdits | UnsetType = UNSET
+
+
+class OriginalTokens(Struct, frozen=True):
+    """Without edits of the context; at least so many, if that was beyond the context."""
+
+    original_input_tokens: int
 
 
 class TokenCount(Struct, frozen=True):
     """Response of POST /v1/messages/count_tokens."""
 
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET
 
 
 class MessagesModel(Struct, frozen=True):

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from penstock.gateway.apis.chat.bodies import (
     ChatCompletionRequest,
@@ -27,10 +28,14 @@ from penstock.gateway.apis.chat.prepare_chat import (
     prepare_translated,
 )
 from penstock.gateway.apis.messages.bodies import (
+    CLEAR_THINKING,
+    CLEAR_TOOL_USES,
     LEFT_OUT,
     SEARCHES_TOOLS,
+    Amount,
     BlockSource,
     ContentBlock,
+    ContextEdit,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
@@ -40,9 +45,11 @@ from penstock.gateway.apis.messages.bodies import (
     parse_count,
     parse_message,
 )
-from penstock.gateway.apis.messages.objects import TokenCount
+from penstock.gateway.apis.messages.objects import AppliedEdit, OriginalTokens, TokenCount
 from penstock.gateway.apis.messages.render import ClientBody
 from penstock.gateway.base.request_bodies import PrepareContext, invalid, needed, unsupported
+from penstock.schemas.errors import Code, ServingError
+from penstock.schemas.requests import CONSTRAINT_LARK
 
 _json = msgspec.json.encode
 
@@ -112,6 +119,8 @@ class MessagesConversation:
             content = [self._result_part(part, f"{at}.content[{number}]") for number, part in enumerate(block.content)]
         else:
             content = _plain(block, at)
+        if block.is_error:
+            content = _as_error(content)
         call = needed(block.tool_use_id, f"{at}.tool_use_id")
         self._append(ChatMessage("tool", content, tool_call_id=call), at)
 
@@ -159,6 +168,18 @@ class MessagesConversation:
         self.messages.append(message)
 
 
+def _as_error(content: str | list[ContentPart]) -> str | list[ContentPart]:
+    """With "Error: " before it, since chat messages cannot say otherwise that a call failed."""
+    if not isinstance(content, str):
+        first = content[0].text if content else None
+        return content if _says_error(first or "") else [ContentPart("text", "Error: "), *content]
+    return content if _says_error(content) else f"Error: {content}"
+
+
+def _says_error(text: str) -> bool:
+    return text.lstrip(" \n<")[:40].casefold().startswith(("error", "tool_use_error"))
+
+
 def _texts(blocks: Sequence[ContentBlock], at: str) -> str:
     for number, block in enumerate(blocks):
         if block.type != "text":
@@ -201,8 +222,8 @@ def _document(source: BlockSource, at: str) -> str:
     if source.type == "text":
         return needed(source.data, f"{at}.data")
     if source.type != "content":
-        given = f"{at}.type {source.type[:40]!r} is not supported for documents"
-        raise unsupported(f"{at}.type", f"{given}; send their text, with 'text' or 'content'")
+        given = f"{at}.type {source.type[:40]!r} is not supported for documents"  # Claude Code reads the first words
+        raise unsupported(f"{at}.type", f"could not process PDF: {given}; send their text, with 'text' or 'content'")
     content = source.content or ""
     return content if isinstance(content, str) else _texts(content, f"{at}.content")
 
@@ -394,19 +415,26 @@ def prepare_message(data: bytes, context: PrepareContext, *, now_ns: int, reques
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    asked = parse_message(data)
+    asked, edits, _ = _edited(parse_message(data), context)
     chat = chat_of(asked)
     # The output may be as long as the context has room for, so the limit is a default and not a demand.
     context = context._replace(default_max_tokens=asked.max_tokens)
 
     def prepare(body: ChatCompletionRequest) -> PreparedRequest | PendingMediaRequest:
         body = msgspec.structs.replace(body, max_completion_tokens=None)
-        if context.parsers is None or not context.parsers.reasoning:  # without thinking, any budget is kept
+        if not _limits_thoughts(context):
             body = msgspec.structs.replace(body, max_thinking_tokens=None)
         return prepare_chat(body, context, now_ns=now_ns, request_id=request_id)
 
     prepared = prepare_translated(chat, prepare)
-    return PreparedMessage(prepared, context, msgspec.json.encode(ClientBody(asked.max_tokens)))
+    return PreparedMessage(prepared, context, msgspec.json.encode(ClientBody(asked.max_tokens, edits)))
+
+
+def _limits_thoughts(context: PrepareContext) -> bool:
+    """Whether a budget can be enforced. Agents send one with every request; to Anthropic's API, it is a target."""
+    able = context.logits_processors
+    parsed = context.parsers is not None and bool(context.parsers.reasoning)
+    return parsed and not context.carries_chat and (able is None or CONSTRAINT_LARK in able)
 
 
 def count_message(data: bytes, context: PrepareContext) -> TokenCount:
@@ -415,4 +443,119 @@ def count_message(data: bytes, context: PrepareContext) -> TokenCount:
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    return TokenCount(count_translated(counted_chat(parse_count(data)), context))
+    asked, edits, before = _edited(parse_count(data), context)
+    tokens = count_translated(counted_chat(asked), context)
+    return TokenCount(tokens, UNSET if edits is None else OriginalTokens(tokens if before is None else before))
+
+
+CLEARED = "[The result of this call was removed to shorten the conversation.]"
+_USUAL_TRIGGER = Amount("input_tokens", 100_000)  # as Anthropic's API has it, and the two below
+_USUAL_TOOL_USES, _USUAL_TURNS = 3, 1
+Body = TypeVar("Body", MessagesRequest, CountTokensRequest)
+
+
+def _edited(body: Body, context: PrepareContext) -> tuple[Body, tuple[AppliedEdit, ...] | None, int | None]:
+    """The body after the edits that it asks for, those that changed something, and the tokens of its prompt before.
+
+    Each edit may render the prompt once more, and there are two at most. The tokens are None if nothing had to count.
+    """
+    if body.context_management is None:
+        return body, None, None
+
+    def count(body: Body) -> int:
+        chat = counted_chat(body) if isinstance(body, CountTokensRequest) else chat_of(body)
+        try:
+            return count_translated(chat, context)
+        except ServingError as error:
+            if error.code is not Code.context_length_exceeded:
+                raise
+            return context.max_model_len
+
+    applied: list[AppliedEdit] = []
+    first = tokens = None
+    for edit in body.context_management.edits:
+        trigger = edit.trigger or _USUAL_TRIGGER
+        if edit.type == CLEAR_THINKING:
+            messages, number = _without_thoughts(body.messages, edit)
+        else:
+            messages, number = _without_results(body.messages, edit)
+        if not number:
+            continue
+        if tokens is None:
+            first = tokens = count(body)
+        if edit.type == CLEAR_TOOL_USES:
+            size = tokens if trigger.type == "input_tokens" else len(_calls(body.messages))
+            if size <= (trigger.value or 0):
+                continue
+        shorter = msgspec.structs.replace(body, messages=messages)
+        cleared = max(0, tokens - (left := count(shorter)))
+        if edit.clear_at_least is not None and cleared < (edit.clear_at_least.value or 0):
+            continue
+        body, tokens = shorter, left
+        name = "cleared_thinking_turns" if edit.type == CLEAR_THINKING else "cleared_tool_uses"
+        applied.append(AppliedEdit(edit.type, cleared, **{name: number}))
+    return body, tuple(applied), first
+
+
+def _kept(edit: ContextEdit, usual: int) -> int | None:
+    """None: all."""
+    if edit.keep is None:
+        return usual
+    return None if isinstance(edit.keep, str) else edit.keep.value
+
+
+def _blocks(message: InputMessage) -> list[ContentBlock]:
+    return message.content if isinstance(message.content, list) else []
+
+
+def _without_thoughts(messages: list[InputMessage], edit: ContextEdit) -> tuple[list[InputMessage], int]:
+    """Without the thoughts of earlier turns, and the number of these. Results of tools do not begin a turn."""
+    if (kept := _kept(edit, _USUAL_TURNS)) is None:
+        return messages, 0
+    turns: list[list[int]] = [[]]  # the places of messages with thoughts
+    for at, message in enumerate(messages):
+        blocks = _blocks(message)
+        if message.role == "user" and not any(block.type == "tool_result" for block in blocks):
+            turns.append([])
+        elif message.role == "assistant" and any(block.type in _THOUGHTS for block in blocks):
+            turns[-1].append(at)
+    turns = [turn for turn in turns if turn]
+    turns = turns[: max(0, len(turns) - kept)]
+    out = list(messages)
+    for at in (at for turn in turns for at in turn):
+        left: list[ContentBlock] = [block for block in _blocks(out[at]) if block.type not in _THOUGHTS]
+        out[at] = msgspec.structs.replace(out[at], content=left)
+    return out, len(turns)
+
+
+_THOUGHTS = ("thinking", "redacted_thinking")
+
+
+def _calls(messages: Sequence[InputMessage]) -> list[ContentBlock]:
+    return [b for m in messages if m.role == "assistant" for b in _blocks(m) if b.type == "tool_use" and b.id]
+
+
+def _without_results(messages: list[InputMessage], edit: ContextEdit) -> tuple[list[InputMessage], int]:
+    """With a line in place of the results of earlier calls, and the number of these."""
+    kept, excluded = _kept(edit, _USUAL_TOOL_USES) or 0, set(edit.exclude_tools or ())
+    calls = [call for call in _calls(messages) if call.name not in excluded]
+    earlier = {call.id for call in calls[: max(0, len(calls) - kept)]}
+    inputs, number = edit.clear_tool_inputs, 0
+
+    def block_of(block: ContentBlock) -> ContentBlock:
+        nonlocal number
+        if block.type == "tool_result" and block.tool_use_id in earlier:
+            number += 1
+            return msgspec.structs.replace(block, content=CLEARED, is_error=None)
+        of_tool = isinstance(inputs, list) and block.name in inputs
+        if block.type == "tool_use" and block.id in earlier and (inputs is True or of_tool):
+            return msgspec.structs.replace(block, input={})
+        return block
+
+    out = [
+        msgspec.structs.replace(message, content=[block_of(block) for block in message.content])
+        if isinstance(message.content, list)
+        else message
+        for message in messages
+    ]
+    return out, number

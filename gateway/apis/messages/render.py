@@ -16,9 +16,15 @@ _json = msgspec.json.Encoder().encode
 
 
 class ClientBody(msgspec.Struct, frozen=True):
-    """What is stored of a client's body. ``max_tokens``: as asked; there may be room for less."""
+    """What is stored of a client's body.
+
+    Attributes:
+        max_tokens: as asked; there may be room for less.
+        edits: of the context, that were applied; None: none was asked for.
+    """
 
     max_tokens: int = 0
+    edits: tuple[objects.AppliedEdit, ...] | None = None
 
 
 _client_body = msgspec.json.Decoder(ClientBody).decode
@@ -34,6 +40,7 @@ def message(request: GenerateRequest, answer: SegmentedAnswer) -> objects.Messag
         stop_reason=ended.stop_reason,
         stop_sequence=ended.stop_sequence,
         usage=_usage(answer),
+        context_management=_edits(request),
     )
 
 
@@ -81,7 +88,13 @@ class MessageEvents:
             return
         if answer.segments and not answer.segments[-1].closed:
             _stop(writer, answer.segments[-1])
-        _event(writer, "message_delta", delta=_ended(self._request, answer), usage=_usage(answer))
+        _event(
+            writer,
+            "message_delta",
+            delta=_ended(self._request, answer),
+            usage=_usage(answer),
+            context_management=_edits(self._request),
+        )
         _event(writer, "message_stop")
 
 
@@ -125,6 +138,11 @@ def _ended(request: GenerateRequest, answer: SegmentedAnswer) -> objects.Message
     if isinstance(finish.stop, str):
         return objects.MessageDelta("stop_sequence", finish.stop)
     return objects.MessageDelta("tool_use" if answer.has_calls else "end_turn", None)
+
+
+def _edits(request: GenerateRequest) -> objects.AppliedEdits | msgspec.UnsetType:
+    edits = _client_body(request.client_body or b"{}").edits
+    return msgspec.UNSET if edits is None else objects.AppliedEdits(edits)
 
 
 def _usage(answer: SegmentedAnswer) -> objects.MessageUsage:

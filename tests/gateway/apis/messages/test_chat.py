@@ -1,4 +1,5 @@
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -8,9 +9,9 @@ from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.endpoints import ignored_options
-from penstock.gateway.apis.messages.bodies import parse_message
+from penstock.gateway.apis.messages.bodies import parse_count, parse_message
 from penstock.gateway.apis.messages.objects import message_error
-from penstock.gateway.apis.messages.prepare_message import chat_of, count_message, prepare_message
+from penstock.gateway.apis.messages.prepare_message import _edited, chat_of, count_message, prepare_message
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.wire import unpack_tokens
@@ -174,6 +175,14 @@ def test_a_budget_for_thoughts_is_kept_by_a_model_that_has_none() -> None:
     assert prepared(thinking=thinking).constraint is not None
 
 
+def test_a_budget_for_thoughts_that_no_worker_can_enforce_does_not_refuse_the_message() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    for context in (CONTEXT._replace(logits_processors=frozenset()), CONTEXT._replace(carries_chat=True)):
+        made = prepare_message(encoded(thinking=thinking), context, now_ns=NOW, request_id="r").prepared
+        assert isinstance(made, PreparedRequest)
+        assert made.request.constraint is None
+
+
 def test_one_call_at_a_time() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     assert chat(tools=[TOOL], tool_choice=choice).parallel_tool_calls is False
@@ -264,12 +273,129 @@ def test_an_error_in_a_tool_behind_a_deferred_one_names_the_clients_place() -> N
     assert refused.value.param.startswith("tools[1]")
 
 
-def test_thoughts_are_kept_if_that_is_asked_and_other_edits_are_refused() -> None:
-    kept = {"type": "clear_thinking_20251015", "keep": "all"}
-    assert chat(context_management={"edits": [kept, kept | {"keep": {"type": "all"}}]}).messages
-    for edit in ({**kept, "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
-        with pytest.raises(ServingError, match="edits\\[1\\]"):
-            parse_message(encoded(context_management={"edits": [kept, edit]}))
+KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+TOOL_USES: dict[str, Any] = {"type": "clear_tool_uses_20250919"}
+
+
+def worked(turns: int, words: int = 20) -> list[dict[str, Any]]:
+    """A conversation of turns with a thought, a call, its result, and another thought."""
+    found: list[dict[str, Any]] = []
+    for turn in range(turns):
+        thought = {"type": "thinking", "thinking": f"thought {turn}"}
+        result = {"type": "tool_result", "tool_use_id": f"c{turn}", "content": f"result {turn} " + "word " * words}
+        found += [
+            HI,
+            {"role": "assistant", "content": [thought, {**CALL, "id": f"c{turn}"}]},
+            {"role": "user", "content": [result]},
+            {"role": "assistant", "content": [thought, {"type": "text", "text": f"answer {turn}"}]},
+        ]
+    return [*found, HI]
+
+
+def edited(turns: int, *edits: dict[str, Any], words: int = 20) -> tuple[str, list[dict[str, Any]] | None, int]:
+    """The prompt's text, the edits that are answered, and the tokens that were counted before them."""
+    given = {"messages": worked(turns, words), "context_management": {"edits": list(edits)}}
+    made = prepare_message(encoded(**given), CONTEXT, now_ns=NOW, request_id="r")
+    assert isinstance(made.prepared, PreparedRequest)
+    text = CONTEXT.model.tokenizer.decode(list(unpack_tokens(made.prepared.request.prompt)), skip_special_tokens=False)
+    counted = count_message(encoded(**given), CONTEXT)
+    assert counted.input_tokens == len(made.prepared.request.prompt) // 4
+    assert counted.context_management is not msgspec.UNSET
+    return text, json.loads(made.client_body)["edits"], counted.context_management.original_input_tokens
+
+
+def test_results_of_earlier_calls_are_cleared_once_the_prompt_is_long_enough() -> None:
+    trigger = {"type": "input_tokens", "value": 100}
+    whole, applied, before = edited(5, TOOL_USES)
+    assert applied == []  # it has less than 100,000 tokens
+    text, applied, first = edited(5, TOOL_USES | {"trigger": trigger})
+    assert applied is not None
+    [edit] = applied
+    assert first == before
+    assert (edit["type"], edit["cleared_tool_uses"]) == (TOOL_USES["type"], 2)
+    assert edit["cleared_input_tokens"] == before - len(CONTEXT.model.encoder.encode(text, special=True)) > 0
+    assert [f"result {turn}" in text for turn in range(5)] == [False, False, True, True, True]
+    assert text.count("The result of this call was removed") == 2
+    assert text.count("Oslo") == whole.count("Oslo") == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep": {"type": "tool_uses", "value": 0}}, ""),
+        ({"keep": {"type": "tool_uses", "value": 1}, "trigger": {"type": "tool_uses", "value": 3}}, "3"),
+        ({"trigger": {"type": "tool_uses", "value": 4}}, "0123"),
+        ({"exclude_tools": ["get_weather"]}, "0123"),
+        ({"clear_at_least": {"type": "input_tokens", "value": 5000}}, "0123"),
+    ],
+)
+def test_which_results_are_kept(options: dict[str, Any], kept: str) -> None:
+    text, _, _ = edited(4, {**TOOL_USES, "trigger": {"type": "input_tokens", "value": 1}, **options})
+    assert "".join(str(turn) for turn in range(4) if f"result {turn}" in text) == kept
+
+
+def test_arguments_of_cleared_calls_are_removed_if_that_is_asked() -> None:
+    options = {"trigger": {"type": "tool_uses", "value": 1}, "keep": {"type": "tool_uses", "value": 1}}
+    for inputs, left in ((True, 1), (["get_weather"], 1), (["other"], 4), (False, 4)):
+        assert edited(4, {**TOOL_USES, **options, "clear_tool_inputs": inputs})[0].count("Oslo") == left
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(None, 1), ({"type": "thinking_turns", "value": 2}, 2), ("all", 3), ({"type": "all"}, 3)]
+)
+def test_thoughts_of_earlier_turns_are_cleared(keep: Any, kept: int) -> None:
+    given = parse_message(encoded(messages=worked(3), context_management={"edits": [{**KEEP_ALL, "keep": keep}]}))
+    body, applied, _ = _edited(given, CONTEXT)
+    thoughts = [each.reasoning_content for each in chat_of(body).body.messages if each.reasoning_content]
+    assert thoughts == [f"thought {turn}" for turn in range(3 - kept, 3) for _ in range(2)]
+    assert [each.cleared_thinking_turns for each in applied or ()] == ([3 - kept] if kept < 3 else [])
+
+
+@pytest.mark.parametrize(
+    ("edit", "at"),
+    [
+        ({"type": "compact_20260112"}, ""),
+        ({**KEEP_ALL, "keep": {"type": "tool_uses", "value": 1}}, ".keep"),
+        ({**KEEP_ALL, "keep": {"type": "thinking_turns"}}, ".keep.value"),
+        ({**KEEP_ALL, "trigger": {"type": "tool_uses", "value": 1}}, ".trigger"),
+        ({**TOOL_USES, "keep": "all"}, ".keep"),
+        ({**TOOL_USES, "clear_at_least": {"type": "tool_uses", "value": 1}}, ".clear_at_least"),
+    ],
+)
+def test_an_edit_that_is_not_known_is_refused(edit: dict[str, Any], at: str) -> None:
+    for parse in (parse_message, parse_count):
+        with pytest.raises(ServingError) as refused:
+            parse(encoded(context_management={"edits": [edit]}))
+        assert refused.value.param == f"context_management.edits[0]{at}"
+    with pytest.raises(ServingError, match="is there twice"):
+        parse_message(encoded(context_management={"edits": [KEEP_ALL, KEEP_ALL]}))
+
+
+@pytest.mark.parametrize("words", [1_000, 20_000])  # a length that is counted, and one that is not
+def test_a_prompt_beyond_the_context_is_served_if_its_edits_make_room(words: int) -> None:
+    with pytest.raises(ServingError) as refused:
+        edited(10, KEEP_ALL, words=words)
+    # Words and numbers that Claude Code reads before it compacts a conversation.
+    assert re.match(r"the prompt is too long: (at least )?\d+ tokens > 8191\. ", refused.value.message)
+    _, applied, before = edited(10, TOOL_USES | {"keep": {"type": "tool_uses", "value": 0}, "trigger": {
+        "type": "input_tokens", "value": 8_000}}, words=words)  # fmt: skip
+    assert applied is not None
+    assert applied[0]["cleared_tool_uses"] == 10
+    assert before >= CONTEXT.max_model_len
+
+
+def test_a_failed_call_is_an_error_to_the_model_too() -> None:
+    def result(content: Any) -> Any:
+        block = {"type": "tool_result", "tool_use_id": "c1", "content": content, "is_error": True}
+        [message] = chat(messages=[{"role": "user", "content": [block]}]).messages
+        content = message.content
+        return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
+
+    for content in ("no such file", [{"type": "text", "text": "no such file"}]):
+        assert result(content) == "Error: no such file"
+    for content in ("Error: no", "<tool_use_error>no</tool_use_error>"):
+        assert result(content) == content
+    assert result(None) == "Error: "
 
 
 def test_a_thread_is_refused_with_what_clients_act_on() -> None:

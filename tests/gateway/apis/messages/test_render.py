@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.segments import SegmentRenderer, WholeAnswer
-from penstock.gateway.apis.messages.objects import message_error, messages_status
+from penstock.gateway.apis.messages.objects import AppliedEdit, message_error, messages_status
 from penstock.gateway.apis.messages.render import ClientBody, MessageEvents, message
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
@@ -156,6 +156,19 @@ def test_tokens_from_the_cache_are_not_counted_as_input() -> None:
     usage = whole(asked(), items("<think>Hm.</think>Done."))["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (2, 1)
     assert 0 < usage["output_tokens_details"]["thinking_tokens"] < usage["output_tokens"]
+
+
+def test_applied_edits_are_in_the_message_and_at_the_end_of_its_stream() -> None:
+    edit = AppliedEdit("clear_tool_uses_20250919", 50, cleared_tool_uses=2)
+    cases: list[tuple[ClientBody, Any]] = [
+        (ClientBody(9, (edit,)), {"applied_edits": [msgspec.to_builtins(edit)]}),
+        (ClientBody(9, ()), {"applied_edits": []}),
+        (ClientBody(9), None),
+    ]
+    for body, shown in cases:
+        made = request("message", msgspec.json.encode(body))
+        assert streamed(made, items("Hi.", STOP))[-2].get("context_management") == shown
+        assert whole(made, items("Hi.", STOP)).get("context_management") == shown
 
 
 def test_a_failure_ends_the_stream_with_an_error() -> None:
