@@ -97,7 +97,7 @@ class OutputConfig(Struct, frozen=True):
     format: OutputFormat | None = None
 
 
-class Amount(Struct, frozen=True):
+class EditAmount(Struct, frozen=True):
     """``type``: "input_tokens" or "tool_uses"; of ``keep``, also "thinking_turns" or "all", which has no value."""
 
     type: Literal["input_tokens", "tool_uses", "thinking_turns", "all"]
@@ -108,9 +108,9 @@ class ContextEdit(Struct, frozen=True):
     """``type``: "clear_thinking_20251015", or "clear_tool_uses_20250919", to which all but ``keep`` belongs."""
 
     type: str
-    keep: Literal["all"] | Amount | None = None
-    trigger: Amount | None = None
-    clear_at_least: Amount | None = None
+    keep: Literal["all"] | EditAmount | None = None
+    trigger: EditAmount | None = None
+    clear_at_least: EditAmount | None = None
     exclude_tools: Annotated[list[str], Meta(max_length=MAX_TOOLS)] | None = None
     clear_tool_inputs: bool | Annotated[list[str], Meta(max_length=MAX_TOOLS)] | None = None
 

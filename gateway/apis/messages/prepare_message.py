@@ -32,11 +32,11 @@ from penstock.gateway.apis.messages.bodies import (
     CLEAR_TOOL_USES,
     LEFT_OUT,
     SEARCHES_TOOLS,
-    Amount,
     BlockSource,
     ContentBlock,
     ContextEdit,
     CountTokensRequest,
+    EditAmount,
     InputMessage,
     MessagesRequest,
     MessageTool,
@@ -449,7 +449,7 @@ def count_message(data: bytes, context: PrepareContext) -> TokenCount:
 
 
 CLEARED = "[The result of this call was removed to shorten the conversation.]"
-_USUAL_TRIGGER = Amount("input_tokens", 100_000)  # as Anthropic's API has it, and the two below
+_USUAL_TRIGGER = EditAmount("input_tokens", 100_000)  # as Anthropic's API has it, and the two below
 _USUAL_TOOL_USES, _USUAL_TURNS = 3, 1
 Body = TypeVar("Body", MessagesRequest, CountTokensRequest)
 
