@@ -21,6 +21,7 @@ from penstock.gateway.apis.messages.render import MessageEvents, message
 from penstock.gateway.apis.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest
 from penstock.gateway.apis.ollama.render import OllamaLines, WholeOllama
 from penstock.gateway.apis.responses.bodies import CompactionRequest, ResponsesRequest, left_out
+from penstock.gateway.apis.responses.chat import BRINGS_TOOLS
 from penstock.gateway.apis.responses.prepare_response import compacted
 from penstock.gateway.apis.responses.render import ResponseEvents, response
 from penstock.gateway.base.chat_objects import UsageBody
@@ -36,6 +37,7 @@ from penstock.gateway.base.request_bodies import (
     RESPONSE,
     decode_json,
     invalid,
+    rename,
     unsupported,
 )
 from penstock.infra.text.detokenizer import Detokenizer
@@ -128,6 +130,8 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
         return ()
     if endpoint == RESPONSE and any(each in data for each in _MAY_HIDE):
         unknown += _tools_left_out(names, left_out)
+        if any(each.encode() in data for each in BRINGS_TOOLS):
+            unknown += _brought_left_out(names)
     if endpoint == MESSAGE and any(each.encode() in data for each in messages.LEFT_OUT):
         unknown += _tools_left_out(names, messages.left_out)
     if unapplied and (given := names.keys() & unapplied):
@@ -163,6 +167,29 @@ def _tools_left_out(body: dict[str, msgspec.Raw], find: Callable[[list[dict[str,
         return find(_read_tools(body.get("tools", b"[]")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
+
+
+class _Item(msgspec.Struct):
+    type: Any = None
+    tools: list[dict[str, Any]] | None = None
+
+
+_read_items = msgspec.json.Decoder(list[_Item]).decode
+
+
+def _brought_left_out(body: dict[str, msgspec.Raw]) -> list[str]:
+    """As ``left_out``, of the tools that items of the input bring. They share its limits."""
+    try:
+        items = _read_items(body.get("input", b"[]"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    brought = {
+        f"input[{number}].tools[{at}]": tool
+        for number, item in enumerate(items)
+        for at, tool in enumerate((item.tools or ()) if item.type in BRINGS_TOOLS else ())
+    }
+    places = {f"tools[{number}]": place for number, place in enumerate(brought)}
+    return [rename(name, places) for name in left_out(brought.values())]
 
 
 def check_options(endpoint: str, data: bytes) -> None:

@@ -43,7 +43,7 @@ _RAN_ELSEWHERE = frozenset(
         *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
     }
 )
-_BRINGS_TOOLS = ("additional_tools", "tool_search_output")
+BRINGS_TOOLS = ("additional_tools", "tool_search_output")
 ROLES = ("system", "developer", "user", "assistant")
 SUMMARY = "Summary of the conversation so far:\n\n"  # in front of what a compaction item holds
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -153,7 +153,7 @@ class ResponsesConversation:
                 self._append(ChatMessage("tool", found, tool_call_id=item.call_id), at)
             case "item_reference":
                 raise unsupported(f"{at}.type", f"{at}: item references are not supported here; send the item itself")
-            case other if other not in _RAN_ELSEWHERE and other not in (*_BRINGS_TOOLS, "tool_search_call"):
+            case other if other not in _RAN_ELSEWHERE and other not in (*BRINGS_TOOLS, "tool_search_call"):
                 raise unsupported(
                     f"{at}.type",
                     f"{at}: items of type {other[:40]!r} are not supported; use 'message', 'function_call', "
@@ -290,7 +290,7 @@ def brought_tools(body: ResponsesRequest, history: Iterable[Turn] = ()) -> Broug
     inputs = [(turn.input, f"the input of {turn.id}") for turn in history] + [(body.input or (), "input")]
     for items, place in inputs:
         for number, item in enumerate(() if isinstance(items, str) else items):
-            for at, tool in enumerate((item.tools or ()) if item.type in _BRINGS_TOOLS else ()):
+            for at, tool in enumerate((item.tools or ()) if item.type in BRINGS_TOOLS else ()):
                 if (written := msgspec.json.encode(tool)) not in seen:
                     seen.add(written)
                     places[f"tools[{first + len(brought)}]"] = f"{place}[{number}].tools[{at}]"

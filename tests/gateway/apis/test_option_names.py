@@ -55,6 +55,19 @@ def test_many_unknown_options_in_a_list_cost_no_more_than_can_be_shown() -> None
     assert len(ignored_options(MESSAGE, body)) == MOST + 1
 
 
+GRAMMAR = "start: A\nA: /a+/ & ~/aa/"  # no expression
+
+
+def test_tools_of_items_that_no_model_is_told_of_are_named() -> None:
+    told = {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}}
+    tools = [{"type": "function", "name": "f"}, {"type": "web_search"}, told]
+    items = [{"role": "user", "content": "a"}, {"type": "additional_tools", "tools": tools}, {"tools": tools}]
+    body = json.dumps({"input": items, "tools": [{"type": "image_generation"}]}).encode()
+    assert ignored_options(RESPONSE, body) == ["tools[0]", "input[1].tools[1]", "input[1].tools[2].format"]
+    texts = {"input": "additional_tools", "tools": [{"type": "function"}, {"type": "web_search"}]}
+    assert ignored_options(RESPONSE, json.dumps(texts).encode()) == ["tools[1]"]
+
+
 @pytest.mark.parametrize("kind", LEFT_OUT)
 def test_tools_that_no_model_is_told_of_are_named(kind: str) -> None:
     body = json.dumps({"model": "m", "tools": [{"type": "function", "name": "f"}, {"type": kind}]}).encode()
