@@ -195,6 +195,7 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     joined: bool = False  # reasoning is part of the content, with its marks
     functions: tuple[str, ...] = ()  # names of the tools, for formats in which a name is not marked as one
     thoughts: ThoughtTokens | None = None  # None: the marks are not single tokens, or it is not known
+    nonempty: bool = False  # reasoning that neither content nor a call followed is the content
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -403,6 +403,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
+    "request_whose_content_must_not_be_empty": (
+        msgspec.structs.replace(REQUEST, parsing=requests.Parsing("qwen3", nonempty=True)),
+        requests.decode,
+    ),
     "request_for_vectors": (
         requests.GenerateRequest(
             "r",

@@ -352,6 +352,7 @@ def _parsing(
         names=context.reasoning_fields,
         hidden=hidden,
         joined=joined,
+        nonempty=(body.chat_template_kwargs or {}).get("force_nonempty_content") is True,
         thoughts=answer_marks(parsing, context.model.detokenizer).thoughts,
     )
 

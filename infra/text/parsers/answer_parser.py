@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.infra.text.parsers.delta_builder import BEGUN, CLOSED, LAYOUT, REASONING, Delta, DeltaBuilder
+from penstock.infra.text.parsers.delta_builder import BEGUN, CLOSED, CONTENT, LAYOUT, REASONING, Delta, DeltaBuilder
 from penstock.infra.text.parsers.families import Thoughts
 from penstock.infra.text.parsers.harmony import HarmonyMarks, read_harmony
 from penstock.infra.text.parsers.reader import NONE, SPACE, TOKEN, Markers, Marks, Reader, Steps
@@ -157,6 +157,7 @@ class AnswerParser:
         "_begins",
         "_deltas",
         "_reader",
+        "_reasoned",
         "_steps",
         "_unassigned",
         "_unsearched",
@@ -183,6 +184,8 @@ class AnswerParser:
             marks=form.marks,
         )
         self.marks = form.marks
+        # The reasoning of an answer whose content must not be empty, until there is content; None: of any other.
+        self._reasoned: list[str] | None = [] if parsing.nonempty else None
         self._unassigned = 0  # tokens before there was anything of an answer
         self.reasoning_tokens = 0
         self._unsearched = max(stop.min_tokens - 1, 0)
@@ -196,7 +199,7 @@ class AnswerParser:
     @property
     def passthrough(self) -> bool:
         """All further text is content, unchanged."""
-        return self._steps is None and self._deltas.passthrough
+        return self._steps is None and self._reasoned is None and self._deltas.passthrough
 
     @property
     def has_calls(self) -> bool:
@@ -210,7 +213,10 @@ class AnswerParser:
     def push(self, text: str) -> Delta | None:
         """What the text of a token ("": it has none yet) adds; None: nothing yet."""
         self.feed(text)
-        return self._deltas.take()
+        delta = self._deltas.take()
+        if self._reasoned is not None:
+            self._keep(delta)
+        return delta
 
     @property
     def grew(self) -> int:
@@ -267,7 +273,21 @@ class AnswerParser:
         if whole and limited and self._deltas.call_open:
             self._deltas.drop_call()
         self._deltas.finish(limited=limited)
-        return self._deltas.take()
+        delta = self._deltas.take()
+        self._keep(delta)
+        if not self._reasoned or self.has_calls:
+            return delta
+        self._deltas.grew |= CONTENT
+        shown = delta.reasoning_content if delta is not None and not whole else None
+        return Delta(content="".join(self._reasoned), reasoning_content=shown)
+
+    def _keep(self, delta: Delta | None) -> None:
+        if delta is None or self._reasoned is None:
+            return
+        if delta.content and delta.content.strip():
+            self._reasoned = None
+        elif delta.reasoning_content:
+            self._reasoned.append(delta.reasoning_content)
 
     def parse(self, *texts: str, limited: bool = False) -> Delta:
         """What the deltas of a whole answer add up to.

@@ -131,6 +131,33 @@ def test_thoughts_content_and_calls_are_streamed_apart(demo: PrepareContext) -> 
     assert len(with_arguments) > 6  # as the model writes them
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("<think>\nHello there.", "Hello there.", None),
+        ("<think>Hello there.</think>\n", "Hello there.", None),
+        ("<think>I greet.</think>Hello.", "Hello.", "I greet."),
+        ("Hello.", "Hello.", None),
+        (f"<think>I look.</think>{CALL}", None, "I look."),
+        ("", "", None),
+    ],
+)
+@pytest.mark.parametrize("finish", [STOP, Finish("length")])
+def test_reasoning_is_the_content_where_that_must_not_be_empty(
+    demo: PrepareContext, text: str, content: str | None, reasoning: str | None, finish: Finish
+) -> None:
+    """A stream has it as both: it is known at the end only."""
+    tools = [TOOL] if CALL in text else None
+    asked = request(demo, tools=tools, chat_template_kwargs={"force_nonempty_content": True})
+    items = answer(demo.model, text, finish) or [TokenItem("r", 1, 0, 0, b"", finish)]
+    found = whole(asked, demo.model, items)
+    assert (found["content"], found.get("reasoning_content")) == (content, reasoning)
+    streamed = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(items)))
+    assert (streamed["content"] or "").strip() == (content or "")
+    assert streamed.get("reasoning_content", "") in text
+    assert len(found.get("tool_calls", ())) == len(streamed.get("tool_calls", ())) == text.count("<tool_call>")
+
+
 @examples(60)
 @given(st.data())
 def test_a_client_can_continue_after_any_event(demo: PrepareContext, data: st.DataObject) -> None:
