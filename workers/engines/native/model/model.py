@@ -13,7 +13,7 @@ from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.parallel import RankGroup
 from penstock.workers.engines.native.model.pool import KvShape
 
-CAST = 4096  # rows of a weight that a CPU has as float32 at once
+CAST = 1 << 20  # values of a weight that a CPU has as float32 at once: memory from 32 MiB on is mapped each time
 
 
 class UnsupportedModel(EngineError):
@@ -107,7 +107,7 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.is_cuda:
         out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], len(weight))
     else:  # which have no such product
-        parts = torch.split(weight, CAST)
+        parts = torch.split(weight, max(1, CAST // weight.shape[1]))
         out = torch.cat([F.linear(x.float(), part.float()) for part in parts], -1)
     return out if bias is None else out.add_(bias)
 

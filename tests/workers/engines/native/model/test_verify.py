@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.workers.engines.native.model import attention
 from penstock.workers.engines.native.model.loading import describe
-from penstock.workers.engines.native.model.model import Model, UnsupportedModel
+from penstock.workers.engines.native.model.model import Model, UnsupportedModel, float32_product
 from penstock.workers.engines.native.model.verify import Expected, reference, reference_attention, verify
 from tests.workers.engines.native.models import CONFIGS
 
@@ -37,6 +37,14 @@ def test_logits_are_not_rounded_to_the_models_dtype(name: str) -> None:
     assert logits.dtype == product.dtype == torch.float32
     torch.testing.assert_close(product, given.float() @ head.weight.float().T)
     assert (logits != logits.bfloat16().float()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("cast", [1, 100, 1 << 20])
+def test_a_weight_that_a_cpu_casts_in_parts_gives_the_same_logits(cast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.workers.engines.native.model.model.CAST", cast)
+    x, weight, bias = (torch.randn(size).bfloat16() for size in ((2, 5, 8), (33, 8), (33,)))
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(float32_product(x, weight, bias), expected)
 
 
 def test_logits_may_be_as_far_as_twice_the_noise() -> None:
