@@ -137,7 +137,7 @@ class TrtllmFormat:
             if self.window is not None:
                 self._clear(blocks)
             self.window = window
-        self._groups = {group for window, group in self._created if window == self.window}
+        self._groups = {group for window, group in self._created if window == (self.window or 0)}
 
     def _stored(self, data: Mapping[str, Any], group: int, blocks: EventTranslator) -> None:
         keys = [_key_of(block["block_hash"]) for block in data["blocks"]]

@@ -408,10 +408,10 @@ def test_the_fold_of_the_events_is_what_the_engine_holds(seed: int, batch: int) 
 
 
 @examples(60)
-@given(st.integers(0, 2**32), st.integers(2, 3))
-def test_with_groups_of_layers_it_is_never_more(seed: int, groups: int) -> None:
+@given(st.integers(0, 2**32), st.integers(2, 3), st.sampled_from([GLOBAL, None]))
+def test_with_groups_of_layers_it_is_never_more(seed: int, groups: int, window: int | None) -> None:
     rng = random.Random(seed)
-    source, ours, index = Source(), translator(), Index()
+    source, ours, index = Source(window=window), translator(), Index()
     digests = names(TOKENS)
     held: list[set[int]] = [set() for _ in range(groups)]
     index.fold(ours.feed([source.created(group=group) for group in range(groups)]))
