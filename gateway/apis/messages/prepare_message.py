@@ -489,7 +489,8 @@ def _edited(body: Body, context: PrepareContext) -> tuple[Body, tuple[AppliedEdi
                 continue
         shorter = msgspec.structs.replace(body, messages=messages)
         cleared = max(0, tokens - (left := count(shorter)))
-        if edit.clear_at_least is not None and cleared < (edit.clear_at_least.value or 0):
+        least = edit.clear_at_least.value or 0 if edit.clear_at_least is not None else 0
+        if cleared < least and tokens < context.max_model_len:  # a longer prompt was not counted, and is refused anyway
             continue
         body, tokens = shorter, left
         name = "cleared_thinking_turns" if edit.type == CLEAR_THINKING else "cleared_tool_uses"
@@ -536,20 +537,29 @@ def _calls(messages: Sequence[InputMessage]) -> list[ContentBlock]:
 
 
 def _without_results(messages: list[InputMessage], edit: ContextEdit) -> tuple[list[InputMessage], int]:
-    """With a line in place of the results of earlier calls, and the number of these."""
+    """With a line in place of the results of earlier calls, and the number of these.
+
+    A result is of the last call before it with its id: some models number the calls of each turn from 0.
+    """
     kept, excluded = _kept(edit, _USUAL_TOOL_USES) or 0, set(edit.exclude_tools or ())
-    calls = [call for call in _calls(messages) if call.name not in excluded]
-    earlier = {call.id for call in calls[: max(0, len(calls) - kept)]}
-    inputs, number = edit.clear_tool_inputs, 0
+    left = sum(call.name not in excluded for call in _calls(messages)) - kept  # calls that are still to be cleared
+    every = edit.clear_tool_inputs is True
+    inputs = set(edit.clear_tool_inputs) if isinstance(edit.clear_tool_inputs, list) else ()
+    earlier: set[str | None] = set()
+    number = 0
 
     def block_of(block: ContentBlock) -> ContentBlock:
-        nonlocal number
+        nonlocal left, number
         if block.type == "tool_result" and block.tool_use_id in earlier:
             number += 1
             return msgspec.structs.replace(block, content=CLEARED, is_error=None)
-        of_tool = isinstance(inputs, list) and block.name in inputs
-        if block.type == "tool_use" and block.id in earlier and (inputs is True or of_tool):
-            return msgspec.structs.replace(block, input={})
+        if block.type == "tool_use":
+            earlier.discard(block.id)
+            if block.id and block.name not in excluded and left > 0:
+                left -= 1
+                earlier.add(block.id)
+                if every or block.name in inputs:
+                    return msgspec.structs.replace(block, input={})
         return block
 
     out = [

@@ -334,6 +334,15 @@ def test_which_results_are_kept(options: dict[str, Any], kept: str) -> None:
     assert "".join(str(turn) for turn in range(4) if f"result {turn}" in text) == kept
 
 
+def test_calls_of_several_turns_with_one_id_are_told_apart_by_their_places() -> None:
+    messages = json.loads(json.dumps(worked(4)).replace('"c1"', '"c0"').replace('"c2"', '"c0"').replace('"c3"', '"c0"'))
+    edit = {**TOOL_USES, "keep": {"type": "tool_uses", "value": 2}, "trigger": {"type": "tool_uses", "value": 1}}
+    body, applied, _ = _edited(parse_message(encoded(messages=messages, context_management={"edits": [edit]})), CONTEXT)
+    text = str(chat_of(body).body.messages)
+    assert [f"result {turn}" in text for turn in range(4)] == [False, False, True, True]
+    assert [each.cleared_tool_uses for each in applied or ()] == [2]
+
+
 def test_arguments_of_cleared_calls_are_removed_if_that_is_asked() -> None:
     options = {"trigger": {"type": "tool_uses", "value": 1}, "keep": {"type": "tool_uses", "value": 1}}
     for inputs, left in ((True, 1), (["get_weather"], 1), (["other"], 4), (False, 4)):
@@ -377,8 +386,16 @@ def test_a_prompt_beyond_the_context_is_served_if_its_edits_make_room(words: int
         edited(10, KEEP_ALL, words=words)
     # Words and numbers that Claude Code reads before it compacts a conversation.
     assert re.match(r"the prompt is too long: (at least )?\d+ tokens > 8191\. ", refused.value.message)
-    _, applied, before = edited(10, TOOL_USES | {"keep": {"type": "tool_uses", "value": 0}, "trigger": {
-        "type": "input_tokens", "value": 8_000}}, words=words)  # fmt: skip
+    _, applied, before = edited(
+        10,
+        TOOL_USES
+        | {
+            "keep": {"type": "tool_uses", "value": 0},
+            "trigger": {"type": "input_tokens", "value": 8_000},
+            "clear_at_least": {"type": "input_tokens", "value": 9_000},
+        },
+        words=words,
+    )
     assert applied is not None
     assert applied[0]["cleared_tool_uses"] == 10
     assert before >= CONTEXT.max_model_len
