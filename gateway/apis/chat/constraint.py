@@ -180,7 +180,7 @@ NOT_SPELLED = (
 )
 NOT_HERE = (
     "no worker of this model applies structured output: native and mock workers need llguidance, "
-    "pip install 'penstock[structured]'"
+    "pip install 'penstock[structured]'; a server that runs already needs --url-api chat"
 )
 
 

@@ -401,6 +401,32 @@ def test_a_prompt_beyond_the_context_is_served_if_its_edits_make_room(words: int
     assert before >= CONTEXT.max_model_len
 
 
+def test_what_claude_code_sends_is_served_and_nothing_of_it_ignored() -> None:
+    """The fields of its version 2.1.197, to a worker that enforces no budgets."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "demo", "max_tokens": 32_000, "stream": True,
+        "thinking": {"type": "enabled", "budget_tokens": 31_999},
+        "context_management": {"edits": [KEEP_ALL]},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "s"})},
+        "system": [{"type": "text", "text": "Be brief.", **cached}],
+        "tools": [TOOL, {**TOOL, "name": "mcp__timer__set"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>a</system-reminder>"}]},
+            {"role": "system", "content": "Agents: b"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "", "signature": "unsigned"}, CALL]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "hi", "is_error": False, **cached}]},
+        ],
+    }  # fmt: skip
+    data = json.dumps(body).encode()
+    context = CONTEXT._replace(logits_processors=frozenset())
+    made = prepare_message(data, context, now_ns=NOW, request_id="r").prepared
+    assert isinstance(made, PreparedRequest)
+    assert ignored_options("message", data) == []
+
+
 def test_a_failed_call_is_an_error_to_the_model_too() -> None:
     def result(content: Any) -> Any:
         block = {"type": "tool_result", "tool_use_id": "c1", "content": content, "is_error": True}
