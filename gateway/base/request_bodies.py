@@ -152,7 +152,7 @@ def without_lone_surrogates(data: bytes) -> bytes:
 
 
 def decode_json(decode: Any, data: bytes) -> Any:
-    """Decode JSON from a client, whose texts may end with half of a UTF-16 pair.
+    """Decode JSON of a client or a model, whose texts may end with half of a UTF-16 pair.
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError, RecursionError
@@ -189,7 +189,15 @@ def _violation(text: str) -> ServingError:
     if match is None or not match[1]:
         missing = _MISSING.search(text)
         return invalid(missing[1] if missing else None, text[:_LONGEST])
-    return invalid(match[1], f"{match[1]}: {text[: match.start()]}"[:_LONGEST])
+    known = f"; use {_KNOWN[match[1]]}" if match[1] in _KNOWN and text.startswith("Invalid enum") else ""
+    return invalid(match[1], f"{match[1]}: {text[: match.start()]}"[:_LONGEST] + known)
+
+
+# Values of fields that several servers have, with other values.
+_KNOWN = {
+    "priority": "'interactive', 'standard' or 'batch'; 0 is 'standard'",
+    "service_tier": "'auto', 'default', 'flex', 'priority' or 'scale'",
+}
 
 
 def rename(field: str, places: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from penstock.gateway.apis.chat.stream_renderer import AnswerState, Scored
 from penstock.gateway.base.chat_objects import UsageBody
 from penstock.gateway.base.event_stream import EventWriter
+from penstock.gateway.base.request_bodies import decode_json
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import Delta
 from penstock.schemas.errors import ServingError
@@ -53,7 +54,8 @@ class Segment:
         """The arguments of a call as an object. Other text, for example if it was cut off, is the value of one key."""
         text = self.content
         try:
-            return _object(text or "{}")
+            found: dict[str, Any] = decode_json(_object, (text or "{}").encode())
+            return found
         except (ValueError, RecursionError):
             return {"arguments": text}
 

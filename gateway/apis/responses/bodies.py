@@ -13,7 +13,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.apis.chat.bodies import MAX_MESSAGES, Count, Logprobs, SamplingOptions, StopText
-from penstock.gateway.base.request_bodies import CommonOptions, Name, ToolInput, decode_body, invalid, unsupported
+from penstock.gateway.base.request_bodies import (
+    CommonOptions,
+    Name,
+    ToolInput,
+    decode_body,
+    decode_json,
+    invalid,
+    unsupported,
+)
 from penstock.infra.constraints.constraint_grammar import LARK, REGEX
 from penstock.infra.constraints.lark_expression import (
     MAX_CHARACTERS,
@@ -222,7 +230,7 @@ def custom_arguments(text: str) -> str:
 def custom_input(arguments: str) -> str:
     """The reverse of ``custom_arguments``. Incomplete or unexpected arguments are returned unchanged."""
     try:
-        value = msgspec.json.decode(arguments)
+        value = decode_json(msgspec.json.decode, arguments.encode())
     except (msgspec.DecodeError, RecursionError):
         return arguments
     text = value.get(_INPUT) if isinstance(value, dict) else value

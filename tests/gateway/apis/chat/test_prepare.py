@@ -118,6 +118,8 @@ def test_a_seed_is_drawn_when_none_is_given(context: PrepareContext) -> None:
 def test_priority_0_of_other_servers_names_no_class(context: PrepareContext) -> None:
     assert chat(context, priority=0).request.priority == "standard"
     assert chat(context, priority=0, service_tier="flex").request.priority == "batch"
+    assert "use 'interactive', 'standard' or 'batch'" in refusal(chat, context, priority=1).message
+    assert "use 'auto'" in refusal(chat, context, service_tier="fast").message
 
 
 @pytest.mark.parametrize(("tier", "priority"), [("flex", "batch"), ("priority", "interactive"), ("auto", "standard")])

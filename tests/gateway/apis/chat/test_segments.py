@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.segments import Segment, SegmentChange, SegmentedAnswer
+from penstock.gateway.apis.responses.bodies import custom_input
 from penstock.schemas.requests import GenerateRequest, Sampling
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
 from tests.gateway.answers import CALL, DETOKENIZER, LENGTH, STOP, TEXTS, items, request
@@ -93,3 +94,13 @@ def test_an_error_of_the_whole_request_ends_the_answer() -> None:
     answer, _ = read(request("response"), [*items("The broker", STOP)[:1], failed])
     assert answer.error is not None
     assert answer.error.code == "worker_lost"
+
+
+def test_arguments_with_half_of_a_utf_16_pair_are_an_object_all_the_same() -> None:
+    segment = Segment(0, "call", "c", "f")
+    segment.parts = [r'{"input": "\ud83d\ude00 ', r'\ud83d"}']
+    assert segment.arguments == {"input": "😀 \ufffd"}
+    assert custom_input(segment.content) == "😀 \ufffd"
+    segment.parts = [r'{"input": "\ud83d']
+    assert segment.arguments == {"arguments": segment.content}
+    assert custom_input(segment.content) == segment.content
