@@ -110,9 +110,8 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
     _check(tools)
     made: list[dict[str, Any]] = []
     places: dict[str, str] = {}
-    for found in _functions(tools):
-        function = {key: value for key in ("name", "description", "parameters", "strict")
-                    if (value := found.tool.get(key)) is not None}  # fmt: skip
+    for found in _distinct(tools):
+        function = _shown(found)
         if isinstance(name := function.get("name"), str):
             function["name"] = names.shown(found.namespace, name)
         places[f"tools[{len(made)}].function"] = found.place
@@ -120,12 +119,26 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: ToolNames) -> tuple[list[
     return made, places
 
 
+def _shown(found: FunctionTool) -> dict[str, Any]:
+    """What the model sees of a function."""
+    keys = ("name", "description", "parameters", "strict")
+    return {key: value for key in keys if (value := found.tool.get(key)) is not None}
+
+
+def _distinct(tools: Iterable[dict[str, Any]]) -> list[FunctionTool]:
+    """Each function once: several searches may find it, in namespaces that hold different parts of the same tools."""
+    distinct: dict[bytes, FunctionTool] = {}
+    for found in _functions(tools):
+        distinct.setdefault(msgspec.json.encode((found.namespace, _shown(found))), found)
+    return list(distinct.values())
+
+
 def check_count(tools: Iterable[dict[str, Any]]) -> None:
     """
     Raises:
         ServingError: too many functions. Whoever compares their names checks this first.
     """
-    if (count := sum(1 for _ in _functions(tools))) > MAX_TOOLS:
+    if (count := len(_distinct(tools))) > MAX_TOOLS:
         raise invalid("tools", f"tools have {count} functions, namespaces included; at most {MAX_TOOLS} are allowed")
 
 

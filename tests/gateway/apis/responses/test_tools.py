@@ -55,6 +55,18 @@ def test_functions_of_namespaces_count_like_others() -> None:
     assert refused.value.param == "tools"
 
 
+def test_a_function_that_several_searches_find_is_shown_and_counted_once() -> None:
+    tools = [space("a", *[function(f"f{at}") for at in range(first, first + 256)]) for first in (0, 128, 256)]
+    tools.append(space("a", function("f0", defer_loading=True), function("f1", description="other")))
+    with pytest.raises(ServingError, match="513 functions"):
+        check_count(tools)
+    made, places = chat_tools(tools, ToolNames(tools))
+    assert [each["function"]["name"] for each in made] == [*(f"f{at}" for at in range(512)), "f1"]
+    assert places["tools[511].function"] == "tools[2].tools[255]"
+    assert places["tools[512].function"] == "tools[3].tools[1]"
+    check_count(tools[:3])
+
+
 @pytest.mark.timeout(20)
 def test_names_of_too_many_functions_are_not_compared() -> None:
     """Of ``a``, ``a__a``, …, each way to split a name is a namespace and a function: all want the same name."""
