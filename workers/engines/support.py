@@ -214,7 +214,7 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "openai": Support(
         prefill_decode=NO,
-        images=NO,
+        images="the server's, if whole chats are sent",
         encode=NO,
         kv_events=NO,
         resumed_draws=NO,
