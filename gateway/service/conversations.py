@@ -98,7 +98,7 @@ class Conversations:
         counts: dict[str, Counter[str | None]] = {}  # by request id: how often each of its items is named
         fields: dict[str, str] = {}  # by request id: the first that names it
         for number, item in enumerate(body.input):
-            if item.type == REFERENCE:
+            if _refers(item):
                 found = _ITEM_ID.fullmatch(item.id or "")
                 if found is None:
                     raise _no_item(f"input[{number}].id", item.id or "")
@@ -127,9 +127,9 @@ class Conversations:
             if size > self._max_bytes:
                 raise invalid("input", f"the items that input refers to have more bytes than allowed; {self._limit}")
         for number, item in enumerate(body.input):
-            if item.type == REFERENCE and item.id not in items:
+            if _refers(item) and item.id not in items:
                 raise _no_item(f"input[{number}].id", item.id or "")
-        resolved = [items[item.id] if item.type == REFERENCE else item for item in body.input]
+        resolved = [items[item.id] if _refers(item) else item for item in body.input]
         return msgspec.structs.replace(body, input=resolved), size
 
     async def remaining(self, ancestors: Sequence[str], sight: Sight = ALL) -> list[Turn]:
@@ -199,6 +199,13 @@ class Conversations:
         raise ServingError(
             Code.broker_unavailable, f"{name} has ended, and its record is not stored yet; try again", retry_after=1.0
         )
+
+
+def _refers(item: InputItem) -> bool:
+    """Whether an item only names another one. OpenAI's clients may leave its type out."""
+    return item.type == REFERENCE or (
+        item.type is None and item.role is None and item.content is None and bool(item.id)
+    )
 
 
 def _no_item(field: str, name: str) -> ServingError:

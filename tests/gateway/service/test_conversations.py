@@ -95,6 +95,8 @@ async def test_a_reference_is_the_item_of_the_stored_response() -> None:
         assert isinstance(part, InputPart)
         assert (found.input[0].role, part.text, found.input[1].content) == (role, text, "b")
         assert size == len(msgspec.json.encode(found.input[0]))
+        untyped = ResponsesRequest(model="m", input=[InputItem(id=name), InputItem(role="user", content="b")])
+        assert await talk.without_references(untyped) == (found, size)
     plain = ResponsesRequest(model="m", input="hi")
     assert await talk.without_references(plain) == (plain, 0)
 
