@@ -487,7 +487,9 @@ class PeerWatcher:
         if agent is not None:
             self._transport.forget(agent.agent)
         self._agents[registration.worker] = endpoint
-        connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
+        reads = self._role == "decode"  # others read prefixes at most, and seldom from workers of other widths
+        connecting = self._transport.connect(endpoint, reads=reads)
+        connected = asyncio.wrap_future(connecting)  # logged in the loop's thread
         connected.add_done_callback(functools.partial(_log_connected, registration.worker))
 
     def _is_partner(self, registration: Registration) -> bool:

@@ -176,6 +176,7 @@ class TransferRequest:
     remote: Sequence[int] = ()
     generations: Sequence[int] = ()
     layers: tuple[int, int] | None = None
+    reads: bool = True  # of "CONNECT", as in ``Transport.connect``
     started: float
     deadline: float
     future: "Future[TransferResult]" = field(default_factory=Future)
@@ -378,7 +379,8 @@ class InflightTransfers:
         peer = request.peer
         if request.op == "CONNECT":
             blocks.check_peer(own, peer)
-            for name in own.pools.keys() & peer.pools.keys() if path_between(own, peer) == "read" else ():
+            reads = request.reads and path_between(own, peer) == "read"
+            for name in own.pools.keys() & peer.pools.keys() if reads else ():
                 if blocks.differ_in_heads(own.pools[name], peer.pools[name]):
                     self._staging_for(own.pools[name], request.started)
             self._peers.load(peer)

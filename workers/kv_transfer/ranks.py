@@ -66,6 +66,7 @@ class RankCall(msgspec.Struct, frozen=True, omit_defaults=True):
     remote: bytes = b""
     local: bytes = b""
     seconds: float = 0.0
+    reads: bool = True
 
 
 class RankAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -178,12 +179,12 @@ class RankTransports:
     ) -> "Future[TransferResult]":
         return self._own.write(peer, pool, local, remote, timeout=timeout)  # which refuses a part of the heads
 
-    def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
+    def connect(self, peer: Endpoint, *, reads: bool = True, timeout: float = TIMEOUT_S) -> "Future[None]":
         pairs = [(self._own, peer)]
         if self._others or peer.ranks:
             with contextlib.suppress(TransferError):  # which the first transfer says
                 pairs = self._pairs(peer, "kv")
-        connected = [own.connect(each, timeout=timeout) for own, each in pairs]
+        connected = [own.connect(each, reads=reads, timeout=timeout) for own, each in pairs]
         return _all_of(connected)
 
     def drained(self) -> "Future[None]":
@@ -271,8 +272,8 @@ class RemoteTransport:
         refused.set_exception(TransferError("refused", "blocks that ranks share are read, not written"))
         return refused
 
-    def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
-        return _mapped(self._call("connect", peer=peer, seconds=timeout), lambda answer: None)
+    def connect(self, peer: Endpoint, *, reads: bool = True, timeout: float = TIMEOUT_S) -> "Future[None]":
+        return _mapped(self._call("connect", peer=peer, reads=reads, seconds=timeout), lambda answer: None)
 
     def drained(self) -> "Future[None]":
         return completed_future()  # no transfer writes
@@ -373,7 +374,7 @@ def serve_transport(channel: Channel, pools: Mapping[str, Memory], open_transpor
         else:
             assert call.peer is not None
             if call.name == "connect":
-                return transport.connect(call.peer, timeout=call.seconds)
+                return transport.connect(call.peer, reads=call.reads, timeout=call.seconds)
             remote, local = wire.unpack_tokens(call.remote), wire.unpack_tokens(call.local)
             return transport.read(call.peer, call.pool, list(remote), list(local), timeout=call.seconds)
         return completed_future()

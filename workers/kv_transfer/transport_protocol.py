@@ -160,8 +160,12 @@ class Transport(Protocol):
     ) -> "Future[TransferResult]":
         """Copy the blocks ``local`` into the peer's blocks ``remote``, which it offered for this."""
 
-    def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
-        """Open the connection ahead of the first transfer; done when bytes have passed. Idempotent."""
+    def connect(self, peer: Endpoint, *, reads: bool = True, timeout: float = TIMEOUT_S) -> "Future[None]":
+        """Open the connection ahead of the first transfer; done when bytes have passed. Idempotent.
+
+        Args:
+            reads: also have the memory that reads from this peer need; otherwise, the first of them has to get it.
+        """
 
     def drained(self) -> "Future[None]":
         """Done when nothing more can come from writers that have ended by now; only then are offered blocks free.

@@ -156,7 +156,7 @@ class TransportThread:
             )
         )
 
-    def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
+    def connect(self, peer: Endpoint, *, reads: bool = True, timeout: float = TIMEOUT_S) -> "Future[None]":
         now = time.monotonic()
         connected: Future[None] = Future()
         connected.set_running_or_notify_cancel()
@@ -167,7 +167,7 @@ class TransportThread:
             else:
                 connected.set_result(None)
 
-        request = TransferRequest(op="CONNECT", peer=peer, started=now, deadline=now + timeout)
+        request = TransferRequest(op="CONNECT", peer=peer, reads=reads, started=now, deadline=now + timeout)
         self._submit(request).add_done_callback(report)
         return connected
 

@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.subjects import Subjects
+from penstock.workers.kv_transfer.transport_thread import TransportThread
 from tests.infra.bus.support import eventually
 from tests.workers.kv_transfer.loopback import LoopbackNetwork
 from tests.workers.support import engine, run_worker
@@ -14,8 +15,15 @@ from tests.workers.support import engine, run_worker
 
 @pytest.mark.parametrize("reached", [True, False])
 async def test_partners_are_reached_before_any_block_moves_and_those_that_cannot_be_are_named(
-    broker: EmbeddedNats, pipeline: Subjects, reached: bool
+    broker: EmbeddedNats, pipeline: Subjects, reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    connect, reads = TransportThread.connect, list[bool]()
+
+    def connecting(self: TransportThread, *peer: Any, **how: Any) -> Any:
+        reads.append(how["reads"])
+        return connect(self, *peer, **how)
+
+    monkeypatch.setattr(TransportThread, "connect", connecting)
     here = LoopbackNetwork("here")
     there = here if reached else LoopbackNetwork("there")  # no way leads to it, though it is registered
     with capture_logs() as lines:
@@ -28,6 +36,7 @@ async def test_partners_are_reached_before_any_block_moves_and_those_that_cannot
             logged = [line for line in lines if line["event"].startswith("peer_")]
             assert {line["worker"] for line in logged} == {prefill.id, decode.id}
             assert {line["event"] for line in logged} == {wanted}
+            assert sorted(reads) == [False, True], "the decode worker alone has memory for reads"
             if not reached:
                 assert all(line["log_level"] == "warning" for line in logged)
                 assert all("is not there" in line["error"] for line in logged)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.schemas.transfer import Memory
 from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
+from penstock.workers.kv_transfer.staging import PART_BYTES, PARTS
 from penstock.workers.kv_transfer.transport_protocol import TransferError, TransferResult, TransportUnavailable
 from tests.workers.kv_transfer.loopback import LoopbackNetwork, open_loopback
 
@@ -131,6 +132,15 @@ def test_each_rank_gets_its_heads_from_ranks_that_have_them(
     assert moved.result(WAIT_S).bytes == sum(pool[0].nbytes for pool in wants.pools) * 3
     assert wants.holds(whole, [0, 2, 3], of=[4, 1, 5])
     assert not any(pool[[1, 4, 5]].any() for pool in wants.pools)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_all_ranks_have_the_memory_for_reads_if_they_connect_to_read(
+    reads: bool, worker: Callable[..., RankedWorker]
+) -> None:
+    has, wants = worker("owner", 1), worker("reader", 2)
+    wants.transport.connect(has.transport.endpoint, reads=reads).result(WAIT_S)
+    assert (wants.transport.stats().buffer_bytes >= 2 * PARTS * PART_BYTES) is reads
 
 
 def test_blocks_that_have_another_owner_by_then_are_stale(worker: Callable[..., RankedWorker]) -> None:

@@ -311,16 +311,16 @@ def test_memory_that_cannot_be_registered_fails_these_reads_only_and_is_tried_ag
     assert failure(connecting).cause == "unavailable"
 
 
-def test_a_peer_whose_blocks_cannot_be_read_takes_no_buffer(world: World) -> None:
+def test_a_peer_whose_blocks_are_not_to_be_read_takes_no_buffer(world: World) -> None:
     _, near = world.peers["peer"]
     taken = []
-    for peer in (msgspec.structs.replace(near, host="elsewhere"), near):
-        request = TransferRequest(op="CONNECT", peer=peer, started=0.0, deadline=1.0)
+    for peer, reads in ((msgspec.structs.replace(near, host="elsewhere"), True), (near, False), (near, True)):
+        request = TransferRequest(op="CONNECT", peer=peer, reads=reads, started=0.0, deadline=1.0)
         world.transfers.start(request, 0.0)
         world.steps(0.1)
         assert request.future.result()
         taken.append(world.transfers.stats().buffer_bytes)
-    assert taken == [SMALLEST_BYTES, SMALLEST_BYTES + PARTS * staging.PART_BYTES]
+    assert taken == [SMALLEST_BYTES, SMALLEST_BYTES, SMALLEST_BYTES + PARTS * staging.PART_BYTES]
 
 
 def test_a_gpu_that_fails_during_a_copy_leaves_no_answer_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
