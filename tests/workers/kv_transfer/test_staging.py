@@ -1,8 +1,11 @@
 """Heads of blocks that were read whole find their place; a part of the buffer is used again only when it can be."""
 
 import ctypes
+import itertools
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -334,6 +337,94 @@ def test_a_gpu_that_fails_during_a_copy_leaves_no_answer_out(world: World, monke
     world.transfers.end("unavailable", "it broke", 0.2)
     assert failure(request).settled.done()
     assert failure(world.read(now=0.3)).cause == "unavailable"
+
+
+@given(st.randoms(use_true_random=False))
+def test_whatever_happens_no_part_is_lost_and_nothing_is_written_late(rng: random.Random) -> None:
+    """Peers stall, resume, end and are forgotten, agents are renewed, and copies end when they do."""
+    network, own, whole, copies = LoopbackNetwork(), Heads(1, 2), values(), dict[int, Callable[[], None]]()
+    numbers, held, peers, kept = itertools.count(), dict[int, TransferRequest](), dict[int, Endpoint](), list[Heads]()
+    start, now = StagingBuffer.start, 0.0
+
+    def join(place: int) -> None:
+        pool = Heads(0, ALL, 0) if rng.random() < 0.7 else Heads(0, 3)
+        pool.data[:] = whole[..., pool.range, :]
+        kept.append(pool)
+        peers[place] = LoopbackAgent(network, f"peer{next(numbers)}", {"kv": pool.memory}).endpoint
+
+    def begin(self: StagingBuffer, part: int, pool: Memory, copy: agent.HeadCopy) -> None:
+        copies[part] = partial(start, self, part, pool, copy)
+
+    def end(part: int) -> bool:
+        copies.pop(part, lambda: None)()
+        return True
+
+    def step(number: int) -> None:
+        for _ in range(number):
+            transfers.step(now, lambda: now)
+
+    def check() -> None:
+        for block, request in list(held.items()):
+            error = request.future.exception() if request.future.done() else None
+            if not request.future.done() or (isinstance(error, TransferError) and not error.settled.done()):
+                continue
+            assert error or np.array_equal(own.data[block], whole[block][..., own.range, :])
+            del held[block]
+            own.data[block] = 7
+        assert all((own.data[block] == 7).all() for block in range(BLOCKS) if block not in held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "PART_BYTES", 4 * own.memory.block_bytes)  # two blocks of all heads
+        patch.setattr(StagingBuffer, "start", begin)
+        patch.setattr(StagingBuffer, "copied", lambda self, part: part not in copies)
+        patch.setattr(StagingBuffer, "wait", lambda self, part: end(part))
+        transfers = InflightTransfers(
+            lambda name: LoopbackAgent(network, name, {"kv": own.memory}), "me", lambda _: None, 2.0
+        )
+        own.data[:] = 7
+        for place in range(3):
+            join(place)
+        for _ in range(60):
+            peer = peers[place := rng.randrange(3)]
+            match rng.choice(["read", "step"] * 2 + ["copy", "time", "stall", "resume", "end", "forget", "new"]):
+                case "read":
+                    ids = [block for block in range(BLOCKS) if block not in held and rng.random() < 0.3]
+                    request = TransferRequest(
+                        op="READ", peer=peer, pool="kv", local=ids, remote=ids, generations=[1] * len(ids),
+                        started=now, deadline=now + rng.choice([0.05, 0.5, 3.0]),
+                    )  # fmt: skip
+                    held |= dict.fromkeys(ids, request)
+                    transfers.start(request, now)
+                case "step":
+                    step(rng.randrange(1, 6))
+                case "copy":
+                    for part in [part for part in copies if rng.random() < 0.6]:
+                        end(part)
+                case "time":
+                    now += rng.choice([0.01, 0.1, 1.0])
+                case "stall":
+                    network.stall(peer.agent)
+                case "resume":
+                    network.resume(peer.agent)
+                case "end":
+                    network.kill(peer.agent)
+                    join(place)
+                case "forget":
+                    transfers.forget(peer.agent, now)
+                case "new" if rng.random() < 0.3:
+                    transfers.renew(now)
+            check()
+        for peer in peers.values():
+            network.resume(peer.agent)
+        for _ in range(200):
+            for part in list(copies):
+                end(part)
+            now += 0.1
+            step(1)
+        check()
+    assert not held
+    assert not transfers.busy
+    assert all(sorted(each._free) == list(range(PARTS)) for each in transfers._staging.values())
 
 
 @needs_nixl
