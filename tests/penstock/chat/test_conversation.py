@@ -63,7 +63,7 @@ def test_a_saved_conversation_is_the_owners_and_comes_back_equal(tmp_path: Path)
     assert load(file) == conversation
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.write_text("[]")
-    with pytest.raises(ValueError, match="no saved conversation"):
+    with pytest.raises(ValueError, match="is not a saved conversation"):
         load(file)
 
 
@@ -76,7 +76,7 @@ def test_an_image_is_a_url_or_a_file_of_a_size_that_is_sent(tmp_path: Path) -> N
         large.truncate(IMAGE_BYTES + 1)
     with pytest.raises(ValueError, match="the limit is"):
         image_url(str(image))
-    with pytest.raises(ValueError, match="no image or video: its name should end in"):
+    with pytest.raises(ValueError, match="is not an image or video: its name should end in"):
         image_url("notes.txt")
 
 

@@ -174,7 +174,7 @@ async def test_a_router_that_starts_later_learns_all_ranks_by_a_dump_in_pages(
         await early.knows(here.id)
         for number, prompt in enumerate(PROMPTS):
             await run(log, here, prompt, number % RANKS)
-        monkeypatch.setattr("penstock.workers.session.session.WorkerSession.dump", _small_pages)
+        monkeypatch.setattr("penstock.workers.runners.token_runner.TokenRunner.dump", _small_pages)
         async with routing(broker, pipeline) as late:
             both = [index_of(each) for each in (early, late)]
             await eventually(lambda: both[0].checksum() == both[1].checksum())
@@ -184,8 +184,8 @@ async def test_a_router_that_starts_later_learns_all_ranks_by_a_dump_in_pages(
             await eventually(lambda: {rank: both[1].held((here.id, rank)) for rank in range(RANKS)} == wanted)
 
 
-async def _small_pages(session: Any, page: int) -> kv.KvDump:
-    found: kv.KvDump = await session.runner._dumper.page(page, 300)
+async def _small_pages(runner: Any, page: int) -> kv.KvDump:
+    found: kv.KvDump = await runner._dumper.page(page, 300)
     return found
 
 
