@@ -93,11 +93,13 @@ until_done() {
   while kill -0 "$1" 2> /dev/null; do
     if name=$(ended); then
       kill -TERM "$1" 2> /dev/null || true
+      sleep 1 # steps of a job that is cancelled get its signal too, and may end before it comes here
       fail "$name has ended: $(tail -n 3 "$LOGS/$name.log" 2> /dev/null | tr '\n' ' ') (in $LOGS/$name.log)"
     fi
     sleep "$POLL_S"
   done
   wait "$1" || status=$?
+  ((status == 0)) || sleep 1 # likewise
   return "$status"
 }
 
