@@ -991,6 +991,24 @@ async def test_kv_of_weights_that_are_replaced_while_it_is_read_is_not_used(log:
     await pair.free()
 
 
+async def test_kv_that_an_engine_keeps_is_not_fetched_for_weights_that_were_replaced(
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = pair.decode.session.runner.disaggregation
+    on_prefilled = coordinator.on_prefilled
+
+    async def kept(running: Any, prefilled: Any) -> None:
+        pair.decode.model.revision = "another"
+        await on_prefilled(running, msgspec.structs.replace(prefilled, opaque=b"kept"))
+
+    monkeypatch.setattr(coordinator, "on_prefilled", kept)
+    asked = request(PROMPT)
+    await send_jobs(log, pair, asked)
+    assert "another revision" in (await log.handed_back(asked)).reason
+    assert log.streamed(asked) == answer(asked)[:1]
+    await pair.free()
+
+
 async def test_kv_that_came_while_the_weights_stood_still_is_not_used_with_others(
     log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
