@@ -124,7 +124,7 @@ LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 # How long the device may be idle for a request that is expected, before it is launched, and how late that may be.
 # Otherwise the request would wait for a whole step.
-MOST_IDLE_S, EXPECTED_LATE_S = 0.0025, 0.0015
+MOST_IDLE_S, EXPECTED_LATE_S = 0.004, 0.0015
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
 
