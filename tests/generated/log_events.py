@@ -536,6 +536,8 @@ MEANINGS = {
     "trace_closed": "the exporter of traces has ended, with the number of sent traces",
     "trace_open": "the exporter of traces runs",
     "traces_dropped": "traces that the collector did not take in time are lost",
+    "transfer_buffer_without_memory": "reads from workers of other widths have no buffer of this size; the next is a "
+    "quarter of it, and without one prompts are computed here",
     "transfer_agent_renewed": "NIXL was set up again after an error",
     "transfer_cleanup_failed": "closing NIXL failed",
     "transfer_failed": "reading blocks of another worker failed; the prompt is computed",

@@ -32,7 +32,7 @@ from penstock.workers.kv_transfer.agent import (
     TransferRejected,
     pools_bytes,
 )
-from penstock.workers.kv_transfer.staging import READS, StagingBuffer
+from penstock.workers.kv_transfer.staging import READS, STUCK_S, StagingBuffer
 from penstock.workers.kv_transfer.transport_protocol import (
     CAUSES,
     DRAIN_S,
@@ -161,6 +161,7 @@ class LoadedPeers:
 
 Op: TypeAlias = Literal["READ", "WRITE", "CONNECT", "COMPARE"]
 WARM_BYTES = 4
+BUFFERS = 2  # for staged reads
 RETRY_S = 30.0  # to the next attempt at a staging buffer: one that fails has torch free what steps use again
 TICK_S = 0.05  # a longer pause does not count as draining: this process may have been stopped
 
@@ -240,20 +241,22 @@ class InflightTransfers:
         self._live: list[_Transfer] = []
         self._quarantined: list[_Quarantined] = []
         self._drains: list[_Drain] = []
-        self._stepped = 0.0
+        self._stepped = self._resumed = 0.0
         self._renewals = self._transfers = 0
         self._bytes: dict[Op, int] = {"READ": 0, "WRITE": 0}
         self._seconds = 0.0
         self._failures: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._closed = ""  # why there is no agent
-        self._staging: dict[tuple[str, int], StagingBuffer] = {}  # by kind and device; made for the first such peer
+        # By kind and device: made for the first such peer, and another when stopped peers hold all of its parts.
+        self._staging: dict[tuple[str, int], list[StagingBuffer]] = {}
         self._unstaged: dict[tuple[str, int], tuple[float, str]] = {}  # not made: when it is tried again, and why
         self._open(name)
 
     def _open(self, name: str) -> None:
         self.agent = self._make(name)
         self._peers, self._scratch = LoadedPeers(self.agent), ScratchBuffers(self.agent)
-        for key, staging in list(self._staging.items()):
+        for key, (staging, *_) in list(self._staging.items()):
+            self._staging[key] = [staging]
             try:
                 staging.register(self.agent)
             except TransferError:
@@ -302,6 +305,8 @@ class InflightTransfers:
         """Drive everything once; returns whether anything began or ended."""
         self.agent.progress()
         self._drain(min(now - self._stepped, TICK_S))
+        if now - self._stepped > TICK_S:
+            self._resumed = now
         self._stepped = now
         moved = [self._advance(transfer, clock) for transfer in list(self._live)]
         ended = [self._settle(held) for held in list(self._quarantined)]
@@ -360,7 +365,7 @@ class InflightTransfers:
             registered_bytes=0 if self._closed else pools_bytes(self.agent.endpoint),
             buffer_bytes=0
             if self._closed
-            else self._scratch.bytes + sum(each.bytes for each in list(self._staging.values())),
+            else self._scratch.bytes + sum(each.bytes for made in list(self._staging.values()) for each in list(made)),
         )
 
     def _drain(self, seconds: float) -> None:
@@ -436,26 +441,36 @@ class InflightTransfers:
             TransferError: unavailable; there is no memory for it, or it cannot be registered.
         """
         key = pool.kind, pool.device
-        if (staging := self._staging.get(key)) is not None:
-            return staging
+        made = self._staging.get(key, [])
+        if usable := next((each for each in made if not self._stuck(each, now)), None):
+            return usable
         again, reason = self._unstaged.get(key, (now, ""))
         if now < again:
             raise TransferError("unavailable", reason)
+        if len(made) == BUFFERS:
+            held = sorted({each.transfer.peer for each in self._quarantined} | {each.peer for each in self._live})
+            raise TransferError("unavailable", f"stopped peers hold all staging buffers; one or more of {held[:8]}")
         pools = [each for each in self.agent.endpoint.pools.values() if each.kind == pool.kind]
         try:
-            staging = StagingBuffer(max(pools, key=blocks.whole_block_bytes))
+            # As large as the first: a transfer is cut into its pieces before it knows that it reads into another.
+            largest = max(pools, key=blocks.whole_block_bytes)
+            staging = StagingBuffer(largest, made[0].part_bytes if made else 0)
             staging.register(self.agent)
         except TransferError as error:
             self._unstaged[key] = now + RETRY_S, error.message
             raise
-        self._staging[key] = staging
+        self._staging[key] = [*made, staging]
         return staging
+
+    def _stuck(self, staging: StagingBuffer, now: float) -> bool:
+        """Whether stopped peers hold all parts; a pause of this process says nothing about peers."""
+        return staging.stuck(now) and now - self._resumed > STUCK_S
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
         """Post the next pieces, and poll those posted; returns whether either made progress."""
         moved = posted = False
         try:
-            moved = self._post_next(transfer)
+            moved = self._post_next(transfer, clock)
             posted = bool(transfer.posted)
             moved |= self._poll(transfer)
         except PeerLost as error:
@@ -474,11 +489,12 @@ class InflightTransfers:
             return True
         return moved
 
-    def _post_next(self, transfer: _Transfer) -> bool:
+    def _post_next(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
         """Post what can be; False: nothing.
 
         Raises:
             PeerLost, TransferRejected: nothing more was posted.
+            TransferError: stopped peers hold all parts that it could read into.
         """
         request, posted = transfer.request, False
         while self._has_room(transfer):
@@ -492,7 +508,7 @@ class InflightTransfers:
             if not self._peers.usable(transfer.peer):
                 raise PeerLost("it was lost between two pieces")
             if isinstance(transfer.move, StagedPiece):
-                if not self._post_staged(transfer, transfer.move):
+                if not self._post_staged(transfer, transfer.move, clock()):
                     break
             else:
                 op = "WRITE" if request.op == "WRITE" else "READ"
@@ -507,11 +523,13 @@ class InflightTransfers:
         reads = READS if transfer.staging is not None else 1
         return sum(each.handle is not None for each in transfer.posted) < reads
 
-    def _post_staged(self, transfer: _Transfer, piece: StagedPiece) -> bool:
+    def _post_staged(self, transfer: _Transfer, piece: StagedPiece, now: float) -> bool:
         """Read whole blocks into a part of the staging buffer; False: all parts are taken."""
         staging = transfer.staging
         assert staging is not None
-        if (part := staging.take()) is None:
+        if (part := staging.take(now)) is None:
+            if not transfer.posted and self._stuck(staging, now):
+                transfer.staging = self._staging_for(self.agent.endpoint.pools[transfer.request.pool], now)
             return False
         peer_pool = transfer.request.peer.pools[transfer.request.pool]
         move = blocks.whole_blocks(staging.blocks(part, peer_pool.block_bytes), peer_pool, piece.remote)

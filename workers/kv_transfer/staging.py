@@ -10,15 +10,20 @@ import time
 from typing import Any, Protocol
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from penstock.schemas.transfer import Memory
 from penstock.workers.kv_transfer.agent import MOST_BLOCKS, Agent, HeadCopy, whole_block_bytes
 from penstock.workers.kv_transfer.transport_protocol import TransferError
 
+log = structlog.get_logger("transfer")
+
 PART_BYTES = 64 << 20  # read in 0.2 ms over NVLink; starting a read and a copy takes half of that
 PARTS = 4  # so that two ranks of a peer are read at once, and one part is copied from meanwhile
+BUFFER_BYTES = PARTS * PART_BYTES
 READS = 2  # of one transfer at a time, so that one whose peer is stopped leaves parts for others
+STUCK_S = 0.5  # for which all parts are taken by the same reads: their peers are stopped
 COPY_S = 5.0  # until a GPU is taken to have failed
 POLL_S = 0.0001
 WORD = 8  # bytes that a copy moves at once where heads allow
@@ -35,19 +40,41 @@ class Copier(Protocol):
         """Whether the last copy from this part has ended."""
 
 
+class NoMemory(TransferError):
+    """There is no memory for a staging buffer."""
+
+    def __init__(self, part_bytes: int, where: str, hint: str = "") -> None:
+        size = PARTS * part_bytes >> 20
+        super().__init__("unavailable", f"no buffer of {size} MiB {where} for reads from workers of other widths{hint}")
+
+
 class StagingBuffer:
     """The parts for one kind of memory. A part is taken until nothing can write to it and no copy reads it.
 
+    Where memory is short, parts are smaller, down to a sixteenth, and reads slower.
+
+    Args:
+        part_bytes: of each part; 0: as large as memory allows.
     Raises:
         TransferError: unavailable; there is no memory for it, or it does not work.
     """
 
-    def __init__(self, pool: Memory) -> None:
+    def __init__(self, pool: Memory, part_bytes: int = 0) -> None:
         self.kind, self.device = pool.kind, pool.device
-        self.part_bytes = -(-max(PART_BYTES, whole_block_bytes(pool)) // PART_BYTES) * PART_BYTES
+        units = [max(1, PART_BYTES >> shift) for shift in (0, 2, 4)]
+        sizes = [-(-max(unit, whole_block_bytes(pool)) // unit) * unit for unit in units]
         make = _GpuCopier if pool.kind == "cuda" else _CpuCopier
-        self._copier: Copier = make(self.device, self.part_bytes)
+        for size in [part_bytes] if part_bytes else sizes:
+            try:
+                self._copier: Copier = make(self.device, size)
+                break
+            except NoMemory as error:
+                log.warning("transfer_buffer_without_memory", mib=PARTS * size >> 20, reason=error.message)
+                if size == (part_bytes or sizes[-1]):
+                    raise
+        self.part_bytes = size
         self._free = list(range(PARTS))
+        self._taken = 0.0  # when the last part was
 
     @property
     def bytes(self) -> int:
@@ -56,9 +83,16 @@ class StagingBuffer:
     def register(self, agent: Agent) -> None:
         agent.register(self._copier.base, self.bytes, self.kind, self.device)
 
-    def take(self) -> int | None:
+    def take(self, now: float) -> int | None:
         """A part; None: all are taken."""
-        return self._free.pop(0) if self._free else None
+        if not self._free:
+            return None
+        self._taken = now
+        return self._free.pop(0)
+
+    def stuck(self, now: float) -> bool:
+        """Whether all parts have been taken for longer than reads from running peers last."""
+        return not self._free and now - self._taken > STUCK_S
 
     def free(self, part: int) -> None:
         self._free.append(part)
@@ -96,10 +130,7 @@ class _CpuCopier:
         try:
             self._parts = np.empty((PARTS, part_bytes), np.uint8)
         except MemoryError as error:
-            raise TransferError(
-                "unavailable",
-                f"no buffer of {PARTS * part_bytes >> 20} MiB of host memory for reads from workers of other widths",
-            ) from error
+            raise NoMemory(part_bytes, "of host memory") from error
         self.base: int = self._parts.ctypes.data
 
     def start(self, part: int, pool: Memory, copy: HeadCopy) -> None:
@@ -127,8 +158,10 @@ class _GpuCopier:
         self._pools: dict[tuple[Memory, int, int], Any] = {}
         try:
             torch.cuda.set_device(self._device)
-            self._stream = torch.cuda.Stream(self._device, priority=-1)
-            torch.cuda.set_stream(self._stream)
+            self._stream = torch.cuda.current_stream(self._device)
+            if self._stream == torch.cuda.default_stream(self._device):  # else that of an earlier buffer
+                self._stream = torch.cuda.Stream(self._device, priority=-1)
+                torch.cuda.set_stream(self._stream)
             # Allocated for this stream: memory that another stream used before may still be written by it.
             self._parts = torch.empty((PARTS, part_bytes), dtype=torch.uint8, device=self._device)
             self._ids = torch.empty((PARTS, MOST_BLOCKS), dtype=torch.int64, device=self._device)
@@ -140,12 +173,12 @@ class _GpuCopier:
             self.start(0, pool, HeadCopy(np.zeros(1, np.int64), 1, WORD, 2, 0, 2, 1, 1))
             if not _wait(self, 0):
                 raise TransferError("unavailable", f"GPU {device} copied nothing within {COPY_S:g} s")
+        except torch.OutOfMemoryError as error:
+            hint = f": {str(error).strip().splitlines()[0]}; lower kv_blocks or kv_memory_fraction"
+            raise NoMemory(part_bytes, f"on GPU {device}", hint) from error
         except RuntimeError as error:
-            raise TransferError(
-                "unavailable",
-                f"no buffer of {PARTS * part_bytes >> 20} MiB on GPU {device} for reads from workers of other widths: "
-                f"{str(error).strip().splitlines()[0]}; lower kv_blocks if memory is short",
-            ) from error
+            reason = str(error).strip().splitlines()[0]
+            raise TransferError("unavailable", f"GPU {device} copies nothing into a buffer: {reason}") from error
         self._pools.clear()
 
     def start(self, part: int, pool: Memory, copy: HeadCopy) -> None:

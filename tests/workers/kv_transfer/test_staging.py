@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.workers.kv_transfer import agent, staging
@@ -76,6 +78,8 @@ def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "set_device", lambda device: None)
     patch.setattr(torch.cuda, "set_stream", lambda stream: None)
     patch.setattr(torch.cuda, "Stream", lambda *device, priority: None)
+    patch.setattr(torch.cuda, "current_stream", lambda device: None)
+    patch.setattr(torch.cuda, "default_stream", lambda device: None)
     patch.setattr(torch.cuda, "Event", Event)
 
 
@@ -102,7 +106,7 @@ def test_heads_that_both_have_are_copied_and_no_others(
     pieces, size = agent.staged_pieces(own.memory, peer.memory, local, remote, room)
     for piece in pieces:
         assert len(piece.remote) * peer.memory.block_bytes <= room
-        part = buffer.take()
+        part = buffer.take(0.0)
         assert part is not None
         read = np.ascontiguousarray(peer.data[piece.remote])
         move = agent.whole_blocks(buffer.blocks(part, peer.memory.block_bytes), peer.memory, piece.remote)
@@ -138,6 +142,12 @@ class World(NamedTuple):
         )  # fmt: skip
         self.transfers.start(request, now)
         return request
+
+    def run(self, start: float, seconds: float) -> float:
+        """Steps without a pause; returns when they end."""
+        for number in range(int(seconds * 100)):
+            self.steps(start + number / 100, 1)
+        return start + seconds
 
     def steps(self, now: float, number: int = 60) -> None:
         for _ in range(number):
@@ -206,19 +216,96 @@ def test_blocks_are_free_at_once_when_a_peer_stalls_and_others_are_still_read(wo
     assert all(each.future.result() for each in again)
 
 
-def test_reads_that_find_no_part_wait_until_their_deadline(world: World) -> None:
+def test_a_stopped_peer_that_holds_all_parts_holds_up_others_for_half_a_second(world: World) -> None:
+    """They are read into another buffer, as long as there is memory."""
     world.network.stall("peer")
-    world.network.stall("other")
-    holding = [world.read(peer, timeout=5.0) for peer in ("peer", "other")]
-    world.steps(0.1)
-    waiting = world.read("other", ids=[20], timeout=1.0)
-    world.steps(1.0)
-    assert failure(waiting).cause == "timeout"
+    holding = [world.read(ids=ids, timeout=5.0) for ids in (list(range(6)), list(range(6, 12)))]
+    now = world.run(0.0, 0.2)
+    waiting = world.read("other", ids=list(range(12, 24)), timeout=5.0, now=now)
+    now = world.run(now, 0.2)
+    assert not waiting.future.done()
+    now = world.run(now, staging.STUCK_S)
+    assert waiting.future.result()
+    assert world.has(list(range(12, 24)))
+    assert len(world.transfers._staging["cpu", 0]) == 2
+    later = world.read("other", ids=[20], timeout=5.0, now=now)
+    now = world.run(now, 0.1)
+    assert later.future.result()
+    world.network.resume("peer")
+    world.run(now, 2.0)
+    assert all(each.future.result() for each in holding)
+    world.network.stall("peer")
+    [world.read(ids=ids, timeout=0.5, now=now) for ids in (list(range(6)), list(range(6, 12)))]
+    now = world.run(now, QUARANTINE_S + 1)
+    assert world.names == ["me", "me.1"]
+    assert len(world.transfers._staging["cpu", 0]) == 1, "a new agent has one"
+
+
+@pytest.mark.parametrize("short", ["memory", "buffers"])
+def test_reads_for_which_stopped_peers_leave_no_part_fail_long_before_their_deadline(
+    world: World, monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    """So that their prompts are computed."""
+    for each in ("peer", "other"):
+        world.network.stall(each)
+    holding = [world.read(timeout=5.0), world.read(timeout=5.0)]
+    now = world.run(0.0, staging.STUCK_S + 0.1)
+    if short == "memory":
+        monkeypatch.setattr(staging, "_CpuCopier", no_memory)
+        reason = "no buffer of"
+    else:
+        holding += [world.read("other", timeout=5.0, now=now) for _ in range(2)]
+        now = world.run(now, 0.1)
+        reason = r"stopped peers hold all staging buffers; one or more of \['other', 'peer'\]"
+    waiting = world.read("other", ids=[20], timeout=5.0, now=now)
+    now = world.run(now, staging.STUCK_S + 0.1)
+    assert failure(waiting).cause == "unavailable"
+    assert re.search(reason, failure(waiting).message)
     assert failure(waiting).settled.done()
     for each in ("peer", "other"):
         world.network.resume(each)
-    world.steps(1.1)
+    world.run(now, 2.0)
     assert all(each.future.result() for each in holding)
+
+
+def test_a_pause_of_this_process_says_nothing_about_peers(world: World) -> None:
+    world.network.stall("peer")
+    holding = [world.read(timeout=50.0), world.read(timeout=50.0)]
+    world.run(0.0, 0.1)
+    waiting = world.read("other", ids=[20], timeout=50.0, now=0.1)
+    now = world.run(9.0, 0.1)
+    assert not waiting.future.done()
+    world.network.resume("peer")
+    world.run(now, 2.0)
+    assert all(each.future.result() for each in [*holding, waiting])
+    assert len(world.transfers._staging["cpu", 0]) == 1
+
+
+def no_memory(device: int, part_bytes: int) -> None:
+    raise staging.NoMemory(part_bytes, "on GPU 0")
+
+
+def test_where_memory_is_short_parts_are_smaller(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = world.peers["peer"][0].memory.block_bytes
+    monkeypatch.setattr(staging, "PART_BYTES", 8 * whole)
+    make = staging._CpuCopier
+
+    def short(device: int, part_bytes: int) -> Any:
+        return make(device, part_bytes) if part_bytes < 4 * whole else no_memory(device, part_bytes)
+
+    monkeypatch.setattr(staging, "_CpuCopier", short)
+    request = world.read()
+    with capture_logs() as logs:
+        world.read("other")
+    assert not logs, "made once"
+    world.steps(0.1)
+    assert request.future.result()
+    assert world.has(list(range(12)))
+    assert world.transfers._staging["cpu", 0][0].part_bytes == 2 * whole
+    with capture_logs() as logs:
+        assert StagingBuffer(world.own.memory).part_bytes == 2 * whole
+        assert StagingBuffer(world.own.memory, whole).part_bytes == whole
+    assert [each["event"] for each in logs] == ["transfer_buffer_without_memory"]
 
 
 def test_a_peer_that_is_lost_between_two_pieces_leaves_no_part_taken(world: World) -> None:
@@ -276,7 +363,7 @@ def test_blocks_that_are_not_as_long_as_their_layout_are_refused(world: World) -
 
 
 def test_memory_for_the_buffer_that_is_not_there_fails_the_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(pool: Memory) -> StagingBuffer:
+    def full(pool: Memory, part_bytes: int) -> StagingBuffer:
         raise TransferError("unavailable", "no 256 MiB of GPU 0")
 
     monkeypatch.setattr("penstock.workers.kv_transfer.inflight.StagingBuffer", full)
@@ -342,7 +429,8 @@ def test_a_gpu_that_fails_during_a_copy_leaves_no_answer_out(world: World, monke
 @given(st.randoms(use_true_random=False))
 def test_whatever_happens_no_part_is_lost_and_nothing_is_written_late(rng: random.Random) -> None:
     """Peers stall, resume, end and are forgotten, agents are renewed, and copies end when they do."""
-    network, own, whole, copies = LoopbackNetwork(), Heads(1, 2), values(), dict[int, Callable[[], None]]()
+    network, own, whole = LoopbackNetwork(), Heads(1, 2), values()
+    copies: dict[tuple[StagingBuffer, int], Callable[[], None]] = {}
     numbers, held, peers, kept = itertools.count(), dict[int, TransferRequest](), dict[int, Endpoint](), list[Heads]()
     start, now = StagingBuffer.start, 0.0
 
@@ -353,10 +441,10 @@ def test_whatever_happens_no_part_is_lost_and_nothing_is_written_late(rng: rando
         peers[place] = LoopbackAgent(network, f"peer{next(numbers)}", {"kv": pool.memory}).endpoint
 
     def begin(self: StagingBuffer, part: int, pool: Memory, copy: agent.HeadCopy) -> None:
-        copies[part] = partial(start, self, part, pool, copy)
+        copies[self, part] = partial(start, self, part, pool, copy)
 
-    def end(part: int) -> bool:
-        copies.pop(part, lambda: None)()
+    def end(self: StagingBuffer, part: int) -> bool:
+        copies.pop((self, part), lambda: None)()
         return True
 
     def step(number: int) -> None:
@@ -376,8 +464,8 @@ def test_whatever_happens_no_part_is_lost_and_nothing_is_written_late(rng: rando
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "PART_BYTES", 4 * own.memory.block_bytes)  # two blocks of all heads
         patch.setattr(StagingBuffer, "start", begin)
-        patch.setattr(StagingBuffer, "copied", lambda self, part: part not in copies)
-        patch.setattr(StagingBuffer, "wait", lambda self, part: end(part))
+        patch.setattr(StagingBuffer, "copied", lambda self, part: (self, part) not in copies)
+        patch.setattr(StagingBuffer, "wait", end)
         transfers = InflightTransfers(
             lambda name: LoopbackAgent(network, name, {"kv": own.memory}), "me", lambda _: None, 2.0
         )
@@ -386,7 +474,9 @@ def test_whatever_happens_no_part_is_lost_and_nothing_is_written_late(rng: rando
             join(place)
         for _ in range(60):
             peer = peers[place := rng.randrange(3)]
-            match rng.choice(["read", "step"] * 2 + ["copy", "time", "stall", "resume", "end", "forget", "new"]):
+            match rng.choice(
+                ["read", "step"] * 2 + ["copy", "wait", "time", "stall", "resume", "end", "forget", "new"]
+            ):
                 case "read":
                     ids = [block for block in range(BLOCKS) if block not in held and rng.random() < 0.3]
                     request = TransferRequest(
@@ -398,8 +488,12 @@ def test_whatever_happens_no_part_is_lost_and_nothing_is_written_late(rng: rando
                 case "step":
                     step(rng.randrange(1, 6))
                 case "copy":
-                    for part in [part for part in copies if rng.random() < 0.6]:
-                        end(part)
+                    for each in [each for each in copies if rng.random() < 0.6]:
+                        end(*each)
+                case "wait":  # until parts that are taken count as stuck
+                    for _ in range(30):
+                        now += 0.02
+                        step(1)
                 case "time":
                     now += rng.choice([0.01, 0.1, 1.0])
                 case "stall":
@@ -417,14 +511,14 @@ def test_whatever_happens_no_part_is_lost_and_nothing_is_written_late(rng: rando
         for peer in peers.values():
             network.resume(peer.agent)
         for _ in range(200):
-            for part in list(copies):
-                end(part)
+            for each in list(copies):
+                end(*each)
             now += 0.1
             step(1)
         check()
     assert not held
     assert not transfers.busy
-    assert all(sorted(each._free) == list(range(PARTS)) for each in transfers._staging.values())
+    assert all(sorted(each._free) == list(range(PARTS)) for made in transfers._staging.values() for each in made)
 
 
 @needs_nixl
