@@ -516,7 +516,13 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     prompt_lookup_min: Annotated[Positive, about("native, ngram: least tokens that must repeat")] = 2
     prompt_lookup_max: Annotated[Positive, about("native, ngram: tokens that are compared")] = 4
     kv_memory_fraction: Annotated[
-        float, Meta(ge=0, le=1, description="native: share of free memory for KV; 0: 0.85 on CUDA, 0.25 on a CPU")
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="native: share for KV of the memory that weights and logits leave; 0: 0.85 on CUDA, 0.25 "
+            "on a CPU",
+        ),
     ] = 0.0
     threads: Annotated[
         int, Meta(ge=0, description="CPU threads of the engine; 0: as many as cores are free at start")

@@ -1,5 +1,6 @@
 """The native engine: models and weights from transformers, with our own paged KV cache, batching and sampling."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +17,17 @@ from penstock.workers.engines.native.model.options import NativeOptions
 
 
 def from_settings(
-    settings: WorkerSettings, path: Path, lost: Callable[[EngineError], None] = lambda error: None
+    settings: WorkerSettings,
+    path: Path,
+    lost: Callable[[EngineError], None] = lambda error: None,
+    *,
+    transfer_bytes: int = 0,
 ) -> ScheduledEngine:
     """The engine of a worker process.
 
     Args:
         lost: called when another rank of a model that is split has ended; from any thread.
+        transfer_bytes: of the memory of each GPU, that the worker's transfers will take.
 
     Raises:
         ProcessorError: a logits processor in the settings is wrong.
@@ -33,7 +39,8 @@ def from_settings(
     with loading("penstock.workers.engines.native.build"):
         from penstock.workers.engines.native.build import build
 
-    return build(str(path), _options(settings), processors=edits, grammars=compiler(path), lost=lost)
+    options = dataclasses.replace(_options(settings), transfer_bytes=transfer_bytes)
+    return build(str(path), options, processors=edits, grammars=compiler(path), lost=lost)
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from penstock.workers.engines import native
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model import attention as attention_module
+from penstock.workers.engines.native.model import loading, pools
 from penstock.workers.engines.native.model import pool as pool_module
 from penstock.workers.engines.native.model.adapters import places_of
 from penstock.workers.engines.native.model.attention import UnsupportedAttention, attention
@@ -27,6 +29,8 @@ from penstock.workers.engines.native.model.model import UnsupportedModel
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.pool import KvPool, KvShape
 from penstock.workers.engines.native.weights import DeviceWeights, HostCopy
+from penstock.workers.kv_transfer.staging import BUFFER_BYTES
+from penstock.workers.runners.token_backend import build_engine
 from tests.adapters import other_weights
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
 
@@ -93,13 +97,50 @@ def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
         build(str(llama), NativeOptions(device="cpu"))
 
 
-@given(fraction=st.floats(0.01, 1.0))
-def test_the_number_of_blocks_follows_the_fraction(fraction: float) -> None:
+@given(fraction=st.floats(0.01, 1.0), beside=st.integers(0, 1100))
+def test_the_number_of_blocks_follows_the_fraction(fraction: float, beside: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_module, "free_bytes", lambda device: 1000)
         for device in ("cpu", "cuda"):
-            found = pool_module.blocks_that_fit(10, 50, torch.device(device), fraction)
-            assert found == int(1000 * fraction) // 10
+            found = pool_module.blocks_that_fit(10, 50, torch.device(device), fraction, beside=beside)
+            assert found == int(max(0, 1000 - beside) * fraction) // 10
+
+
+def test_a_gpus_pool_leaves_memory_for_logits_and_transfers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the share of memory that activations need does not cover them: 256 rows of a vocabulary of 262,144."""
+    model = dataclasses.replace(loading.load(str(llama), device=torch.device("cpu")), device=torch.device("cuda"))
+    huge = dataclasses.replace(model, vocab_size=262_144)
+    rows = 256 * 262_144 * 4
+    options = NativeOptions(max_running=256)
+    assert pools.beside_bytes(dataclasses.replace(huge, device=torch.device("cpu")), options) == 0
+    alone = pools.beside_bytes(huge, options)
+    assert 3 * rows < alone < 7 * rows
+    assert pools.beside_bytes(model, options) < rows
+    assert pools.beside_bytes(huge, dataclasses.replace(options, transfer_bytes=1 << 28)) == alone + (1 << 28)
+    speculative = dataclasses.replace(options, speculative_model="draft", num_speculative_tokens=3)
+    assert pools.beside_bytes(huge, speculative, model) > alone + 9 * rows
+    taken = []
+    monkeypatch.setattr(pool_module, "free_bytes", lambda device: 8 << 30)
+    monkeypatch.setattr(pools, "KvPool", lambda shape, blocks, *rest: taken.append(blocks))
+    for each in (options, dataclasses.replace(options, transfer_bytes=1 << 28), NativeOptions(kv_blocks=7)):
+        pools.make_pools(huge, each, 512, hybrid=False)
+    block = model.shape.block_bytes(32, model.dtype)
+    assert taken == [int(((8 << 30) - alone) * 0.85) // block, int(((8 << 30) - alone - (1 << 28)) * 0.85) // block, 7]
+    monkeypatch.setattr(pool_module, "free_bytes", lambda device: 1 << 30)
+    with pytest.raises(EngineError, match=r"beside \d{4} MiB for logits and transfers; .*max_running"):
+        pools.make_pools(huge, options, 512, hybrid=False)
+
+
+@pytest.mark.parametrize(
+    ("width", "role", "taken"), [(2, "decode", BUFFER_BYTES), (2, "aggregated", 0), (1, "decode", 0)]
+)
+def test_only_ranks_that_read_kv_leave_memory_for_blocks_of_other_widths(
+    monkeypatch: pytest.MonkeyPatch, width: int, role: Any, taken: int
+) -> None:
+    given: dict[str, int] = {}
+    monkeypatch.setattr(native, "from_settings", lambda *_, **options: given.update(options))
+    build_engine(WorkerSettings(model="m", role=role, tensor_parallel_size=width), Path("m"))
+    assert given == {"transfer_bytes": taken}
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5])

@@ -21,7 +21,9 @@ class NativeOptions:
         threads: torch's, for this process; 0: as many as there are free cores on a CPU, see ``cpu_budget``.
         embed_slots: images whose embeddings a vision model keeps; 0: 256, or fewer if memory is short.
         kv_dtype: of the KV cache; "auto": the weights'.
-        kv_memory_fraction: of free memory, for the KV cache; 0: 0.85 on CUDA, a quarter on a CPU.
+        kv_memory_fraction: for the KV cache, of the memory that weights, logits and ``transfer_bytes`` leave; 0: 0.85
+            on CUDA, a quarter on a CPU.
+        transfer_bytes: of a GPU's memory, for KV from workers of other widths.
         no_evict: see ``Scheduler``.
         hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows.
         kv_offloading_size: GiB of host memory for KV that leaves the pools; 0: none.
@@ -53,6 +55,7 @@ class NativeOptions:
     embed_slots: int = 0
     kv_dtype: str = "auto"
     kv_memory_fraction: float = 0.0
+    transfer_bytes: int = 0
     no_evict: bool = False
     hybrid_kv_cache: bool = True
     kv_offloading_size: float = 0.0

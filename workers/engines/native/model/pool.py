@@ -192,14 +192,15 @@ def device_errors() -> Iterator[None]:
         raise EngineError(f"the step failed: {error}") from error
 
 
-def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: float = 0.0) -> int:
+def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: float = 0.0, *, beside: int = 0) -> int:
     """How many blocks a pool may have: a share of free memory, or ``wanted`` if that is more but half of it fits.
 
     Args:
         wanted: blocks of one sequence as long as the model takes.
         share: of free memory, which then decides alone; 0: as above.
+        beside: bytes that something else will take.
     """
-    free = free_bytes(device)
+    free = max(0, free_bytes(device) - beside)
     if share:
         return int(free * share) // block_bytes
     if device.type == "cuda":

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from penstock.schemas.transfer import KV, WINDOWS, Memory
 from penstock.workers.engines.core.blocks import BlockManager, HostCache
+from penstock.workers.engines.core.running import MAX_SCORED_TOKENS
 from penstock.workers.engines.core.windows import WindowRows, most_rows
 from penstock.workers.engines.engine_protocol import EngineError
+from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import AttentionParams, Paged
 from penstock.workers.engines.native.model.model import Model
 from penstock.workers.engines.native.model.options import NativeOptions
@@ -174,15 +176,17 @@ def make_pools(
     block_bytes += draft_bytes
     group = model.group
     shares = group.size if group is not None and model.device.type == "cpu" else 1  # ranks that share one memory
+    beside = beside_bytes(model, options, draft)
     blocks = options.kv_blocks or blocks_that_fit(
-        block_bytes * shares, -(-model_len // size), model.device, options.kv_memory_fraction
+        block_bytes * shares, -(-model_len // size), model.device, options.kv_memory_fraction, beside=beside
     )
     if group is not None:
         blocks = group.least(blocks, model.device)
     if blocks < 1:
         raise EngineError(
-            f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}; "
-            "set kv_blocks, raise kv_memory_fraction, lower block_size, or use a smaller model or dtype"
+            f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}, beside "
+            f"{beside >> 20} MiB for logits and transfers; set kv_blocks, raise kv_memory_fraction, lower block_size "
+            "or max_running, or use a smaller model or dtype"
         )
     layers = sliding_layers(model.windows, model_len) if hybrid else None
 
@@ -197,13 +201,29 @@ def make_pools(
         if group is not None and options.drafts:  # only one rank has the draft model
             sizes = PoolSizes(group.least(sizes.blocks, model.device), group.least(sizes.rows, model.device))
     try:
-        beside = None if draft is None else KvPool(draft.shape, sizes.blocks, size, draft.dtype, draft.device)
+        drafted_kv = None if draft is None else KvPool(draft.shape, sizes.blocks, size, draft.dtype, draft.device)
         if layers is None or not sizes.rows:
-            return KvPools(pool(model.shape.layers, blocks), draft=beside)
+            return KvPools(pool(model.shape.layers, blocks), draft=drafted_kv)
         sliding = SlidingPool(pool(layers.sliding, sizes.rows), layers)
-        return KvPools(pool(layers.full, sizes.blocks), sliding, beside)
+        return KvPools(pool(layers.full, sizes.blocks), sliding, drafted_kv)
     except OSError as error:  # mmap
         raise EngineError(f"{blocks} KV blocks of {block_bytes} bytes do not fit; lower kv_blocks") from error
+
+
+def beside_bytes(model: Model, options: NativeOptions, draft: Model | None = None) -> int:
+    """Bytes of a GPU that are allocated behind the pools and whose size is known: for logits and transfers.
+
+    Activations and graphs are in the share that the pools leave. A CPU's pools take a smaller one, and only when used.
+    """
+    if model.device.type != "cuda":
+        return 0
+    rows = options.max_running * (1 + (options.num_speculative_tokens if options.speculative_model else 0))
+    logits = sampler.memory_bytes(rows, model.vocab_size) + 4 * MAX_SCORED_TOKENS * model.vocab_size
+    if model.group is not None:  # each rank's part, before they are joined
+        logits += 4 * rows * model.vocab_size
+    if draft is not None:
+        logits += 4 * rows * draft.vocab_size
+    return logits + options.transfer_bytes
 
 
 def _least(layers: SlidingLayers, block_size: int) -> int:

@@ -7,6 +7,7 @@ Order: logits processors and constraints, whose result counts as the model's own
 forbidden tokens, penalties, temperature, min_p, top_k, top_p.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -58,6 +59,9 @@ _GAMMA = 0x9E3779B97F4A7C15  # constants of SplitMix64, doi:10.1145/2660193.2660
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 _SCORED_ROWS = 64  # whose logits exist as float32 at once
+DRAWN_LOGITS = 1 << 23  # of the rows that are drawn at once
+DRAW_BYTES = 50  # that the draw of a row takes per logit, when all are sorted for top_p
+COPIES = 3  # of a step's logits: as computed; allowed by constraints and processors; with biases and penalties
 
 
 @dataclass(slots=True)
@@ -130,11 +134,22 @@ def choose(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int], allowed:
     shaped = shape(raw, sequences, lengths)
     tokens = shaped.argmax(dim=-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
-    if random:
-        rows = place(random, torch.int64, logits.device)
-        drawn = draw(shaped[rows], [sequences[row] for row in random], [lengths[row] for row in random])
+    for part in _parts(random, logits):
+        rows = place(part, torch.int64, logits.device)
+        drawn = draw(shaped[rows], [sequences[row] for row in part], [lengths[row] for row in part])
         tokens.index_copy_(0, rows, drawn)
     return Chosen(tokens, *_logprobs(raw, tokens, sequences))
+
+
+def _parts(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
+    """The rows that are processed at once: of a large vocabulary not all, as the memory for that would be lacking."""
+    step = max(1, DRAWN_LOGITS // logits.shape[-1])
+    return (rows[start : start + step] for start in range(0, len(rows), step))
+
+
+def memory_bytes(rows: int, vocab: int) -> int:
+    """Of the logits of so many rows and of drawing from them, at most."""
+    return COPIES * rows * vocab * 4 + min(rows * vocab, max(DRAWN_LOGITS, vocab)) * DRAW_BYTES
 
 
 def score(logits: Tensor, tokens: Seq[int], wanted: int) -> list[Logprob]:
@@ -302,11 +317,14 @@ def _logprobs(
     asked = [(row, s.sampling.logprobs) for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
     if not asked:
         return [], None
-    rows = place([row for row, _ in asked], torch.int64, logits.device)
-    logprobs = logits[rows].log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, tokens[rows, None]).squeeze(-1)
-    best = logprobs.topk(min(max(k for _, k in asked), logits.shape[-1]), dim=-1)
-    return asked, (chosen, best.indices, best.values)
+    most, found = min(max(k for _, k in asked), logits.shape[-1]), []
+    for part in _parts([row for row, _ in asked], logits):
+        rows = place(part, torch.int64, logits.device)
+        logprobs = logits[rows].log_softmax(dim=-1)
+        best = logprobs.topk(most, dim=-1)
+        found.append((logprobs.gather(-1, tokens[rows, None]).squeeze(-1), best.indices, best.values))
+    chosen, ids, values = (torch.cat(column) for column in zip(*found, strict=True))
+    return asked, (chosen, ids, values)
 
 
 def _possible(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:

@@ -1,4 +1,5 @@
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -6,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.schemas.requests import Sampling, Stop
 from penstock.workers.engines.core.sequence import Sequence
+from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.sampler import gumbel, key, narrow, penalise, sample
 from tests.properties import examples
 
@@ -38,6 +41,48 @@ def noise(seed: int, rows: int = 1, vocab: int = VOCAB) -> Tensor:
 
 def tokens(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     return [token for token, _ in sample(logits, sequences)]
+
+
+class AllocatedBytes(TorchDispatchMode):
+    """Of the tensors that operations return: the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = call(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor) and (storage := each.untyped_storage()).data_ptr() not in self._live:
+                self._live[storage.data_ptr()] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._freed, storage.data_ptr())
+        return result
+
+    def _freed(self, address: int) -> None:
+        self.now -= self._live.pop(address)
+
+
+@pytest.mark.parametrize("rows", [3, 32])
+def test_drawing_takes_no_more_memory_than_the_pools_leave(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when all rows ask for all there is. And rows that are drawn in parts get the same tokens."""
+    vocab = 1 << 12
+    logits = noise(5, rows, vocab)
+
+    def asked() -> list[Sequence]:
+        every = {"top_p": 0.9, "min_p": 0.01, "top_k": vocab // 2, "logprobs": 3, "presence_penalty": 0.5}
+        return [sequence(temperature=1.0, seed=row, **every if row % 2 else {"top_p": 0.9}) for row in range(rows)]
+
+    whole = sample(logits, asked())
+    monkeypatch.setattr(sampler, "DRAWN_LOGITS", 5 * vocab)
+    for each in (given := asked()):
+        sampler.count(each, logits)  # kept with the sequence
+    with AllocatedBytes() as allocated:
+        assert sample(logits, given) == whole
+    counted = sampler.memory_bytes(rows, vocab) - logits.nbytes  # which are there
+    assert counted / 2 < allocated.most < counted
 
 
 def test_greedy_takes_the_best() -> None:
