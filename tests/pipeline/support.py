@@ -16,9 +16,10 @@ from zlib import crc32
 
 import httpx
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import read
 from penstock.infra.model import modeldir
 from penstock.infra.process.child import die_with_parent
@@ -219,6 +220,30 @@ class Deployment:
         for process in self._others:
             process.kill()
         return self._up.stop()
+
+
+def bus_of(deployment: str) -> Any:
+    """A fixture: an operator's connection to the broker of the deployment that is the fixture ``deployment``."""
+
+    @pytest.fixture
+    async def made(request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
+        found: Deployment = request.getfixturevalue(deployment)
+        async with await connect(found.state.nats_url, role="operator", name="test") as bus:
+            yield bus
+
+    return made
+
+
+def http_of(deployment: str) -> Any:
+    """A fixture: plain HTTP to the first gateway of the deployment that is the fixture ``deployment``."""
+
+    @pytest.fixture
+    async def made(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
+        found: Deployment = request.getfixturevalue(deployment)
+        async with httpx.AsyncClient(base_url=found.urls[0], trust_env=False, timeout=60) as client:
+            yield client
+
+    return made
 
 
 # -- what the mock engine answers ---------------------------------------------------------------------------------

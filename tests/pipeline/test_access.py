@@ -24,7 +24,7 @@ from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from tests.gateway.access.test_routes import POLICIES
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import MODEL_NAME, Deployment, registrations, until
+from tests.pipeline.support import MODEL_NAME, Deployment, bus_of, registrations, until
 
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -48,11 +48,7 @@ def tenants(deployment: Deployment) -> None:
         assert main(["tenants", "add", tenant, "--data-dir", str(deployment.data_dir)]) == 0
 
 
-@pytest.fixture
-async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(deployment.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
+bus = bus_of("deployment")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from penstock.cli.commands import main
 from penstock.infra.model import modeldir
 from tests.adapters import greedy, merged, write_adapter
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, until
+from tests.pipeline.support import Deployment, http_of, until
 
 PROMPT = "The harbour of the town is where the boats of the fishermen come home in the evening, and then they tell"
 COUNT, LONG = 12, 80
@@ -39,10 +38,7 @@ def deployment(new_deployment: NewDeployment, folder: Path) -> Deployment:
     )
 
 
-@pytest.fixture
-async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as made:
-        yield made
+http = http_of("deployment")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import openai
 import pytest
 from PIL import Image
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.infra.model import modeldir
 from penstock.log_tools.requests.leases import leases
 from penstock.schemas.jobs import Stage
@@ -24,7 +24,17 @@ from penstock.schemas.requests import FALLBACK
 from penstock.workers.engines.constraints.compiler import ALL_CONSTRAINTS
 from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, ending, idle_workers, joined, parse_sse, registrations, until
+from tests.pipeline.support import (
+    Deployment,
+    bus_of,
+    ending,
+    http_of,
+    idle_workers,
+    joined,
+    parse_sse,
+    registrations,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -37,17 +47,8 @@ def apart(new_deployment: NewDeployment) -> Deployment:
     )
 
 
-@pytest.fixture
-async def apart_bus(apart: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(apart.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
-
-
-@pytest.fixture
-async def http(apart: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=apart.urls[0], trust_env=False, timeout=60) as made:
-        yield made
+apart_bus = bus_of("apart")
+http = http_of("apart")
 
 
 def picture(seed: int) -> str:

@@ -5,14 +5,13 @@ import base64
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import MODELS
 from penstock.log_tools.requests.leases import leases
 from tests.chaos.log import ends_since
@@ -22,7 +21,7 @@ from tests.chaos.system import System
 from tests.chaos.topology import TOPOLOGIES
 from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt
+from tests.pipeline.support import Deployment, Oracle, bus_of, joined, parse_sse, token_prompt
 
 # test_structured_survival kills decode workers, pairs/test_disaggregated cancels, chaos/test_cases is a slice of chaos.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -44,11 +43,7 @@ def oracle() -> Oracle:
     return Oracle(MODELS / "demo-vision")
 
 
-@pytest.fixture
-async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(fleet.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
+fleet_bus = bus_of("fleet")
 
 
 def text(tokens: int, seed: int) -> dict[str, Any]:

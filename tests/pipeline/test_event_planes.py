@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.launch.state import Running
 from penstock.schemas import block_hashes, kv, wire
@@ -16,7 +16,7 @@ from penstock.schemas.jobs import Decision
 from penstock.workers.engines.events.relay import EventPublisher
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import BLOCK, ask_and_settle, cached, decision_of, published, text_body
-from tests.pipeline.support import Deployment, Oracle, registrations, stopped, token_prompt, until
+from tests.pipeline.support import Deployment, Oracle, bus_of, http_of, registrations, stopped, token_prompt, until
 
 RANKS = 4
 
@@ -26,17 +26,8 @@ def deployment(new_deployment: NewDeployment) -> Deployment:
     return new_deployment("--workers", "0")
 
 
-@pytest.fixture
-async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(deployment.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=30) as made:
-        yield made
+bus = bus_of("deployment")
+http = http_of("deployment")
 
 
 @pytest.fixture(params=[pytest.param("nats", marks=pytest.mark.slow), "zmq"])

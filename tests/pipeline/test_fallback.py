@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.schemas.subjects import HEADER_ERROR
 from penstock.schemas.summary import of_done
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, Process, ending, parse_sse, registrations, until
+from tests.pipeline.support import Deployment, Oracle, Process, ending, http_of, parse_sse, registrations, until
 from tests.workers.engines.openai.test_server import Handler, Played
 
 COUNT = 6
@@ -42,10 +42,7 @@ def deployment(new_deployment: NewDeployment) -> Deployment:
     return made
 
 
-@pytest.fixture
-async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as made:
-        yield made
+http = http_of("deployment")
 
 
 async def said(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -2,14 +2,13 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, metrics, registrations, until
+from tests.pipeline.support import Deployment, bus_of, metrics, registrations, until
 
 pytestmark = pytest.mark.timeout(180)
 STOPPED = "worker-1"
@@ -20,11 +19,7 @@ def fleet(new_deployment: NewDeployment) -> Deployment:
     return new_deployment("--mock-speedup", "1", "--workers", "3", "--metrics-port", "0")
 
 
-@pytest.fixture
-async def bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(fleet.state.nats_url, role="operator", name="test")
-    yield bus
-    await bus.close()
+bus = bus_of("fleet")
 
 
 async def seen_by_top(fleet: Deployment) -> dict[str, dict[str, Any]]:

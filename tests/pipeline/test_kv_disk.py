@@ -1,17 +1,16 @@
 """A worker that starts again finds its KV in files, and its router knows that before it is asked."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.infra.model import modeldir
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, ending, registrations, stopped, until, words
+from tests.pipeline.support import Deployment, bus_of, ending, registrations, stopped, until, words
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +18,7 @@ def deployment(new_deployment: NewDeployment) -> Deployment:
     return new_deployment("--workers", "0")
 
 
-@pytest.fixture
-async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(deployment.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
+bus = bus_of("deployment")
 
 
 @pytest.mark.slow  # engines/native/test_host_pool restarts the engine alone

@@ -7,18 +7,17 @@ other, since the first is busy: it reads the beginning there instead of computin
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from penstock.cli.commands import main
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.schemas.jobs import Move
 from penstock.schemas.transfer import PREFIX, Handoff
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, ending, registrations, until
+from tests.pipeline.support import Deployment, bus_of, ending, http_of, registrations, until
 
 # workers/disagg/test_moves has them between engines of the mock; here two processes load torch.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -33,17 +32,8 @@ def two(new_deployment: NewDeployment) -> Deployment:
     )
 
 
-@pytest.fixture
-async def bus(two: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(two.state.nats_url, role="client", name="test")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def http(two: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=two.urls[0], trust_env=False, timeout=60) as made:
-        yield made
+bus = bus_of("two")
+http = http_of("two")
 
 
 def body(text: str, **more: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from penstock.operate.workers import registrations
 from penstock.planner.connectors import LocalWorkers
 from tests.penstock.planner.engines import engine
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Process, until
+from tests.pipeline.support import Deployment, Process, http_of, until
 
 TOKENS = 60
 
@@ -27,10 +26,7 @@ def split(new_deployment: NewDeployment) -> Deployment:
     return new_deployment("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0")
 
 
-@pytest.fixture
-async def http(split: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=split.urls[0], timeout=60) as client:
-        yield client
+http = http_of("split")
 
 
 def planner(deployment: Deployment, home: Path) -> Process:

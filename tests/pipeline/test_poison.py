@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -11,14 +10,14 @@ import nats
 import pytest
 
 from penstock.gateway.admission.poison_requests import WATCHED_FROM
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.schemas import jobs
 from penstock.schemas.subjects import HEADER_ERROR, HEADER_REPLY_TO, HEADER_SUSPECT
 from penstock.schemas.verdicts import Verdict
 from penstock.schemas.wire import encode
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, ending, registrations, token_prompt, until
+from tests.pipeline.support import Deployment, Oracle, bus_of, ending, http_of, registrations, token_prompt, until
 
 CRASH_TOKEN = 4001  # above those of ``token_prompt``
 TOKENS = 150
@@ -31,17 +30,8 @@ def fleet(new_deployment: NewDeployment) -> Deployment:
     return new_deployment(*flags, "--drain-s", "20")
 
 
-@pytest.fixture
-async def bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(fleet.state.nats_url, role="operator", name="test")
-    yield bus
-    await bus.close()
-
-
-@pytest.fixture
-async def http(fleet: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=120) as made:
-        yield made
+bus = bus_of("fleet")
+http = http_of("fleet")
 
 
 def body(prompt: list[int], tokens: int = TOKENS) -> dict[str, Any]:

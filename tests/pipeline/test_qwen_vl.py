@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import httpx
 import openai
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, ending
+from tests.pipeline.support import Deployment, bus_of, ending, http_of
 from tests.workers.engines.native.qwen_vl import film, generated, noisy, picture, write
 
 # test_disaggregated_native has images through these stages, engines/native/test_qwen_vl the model; more load torch.
@@ -41,17 +40,8 @@ def apart(new_deployment: NewDeployment, folder: Path) -> Deployment:
     )
 
 
-@pytest.fixture
-async def http(apart: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=apart.urls[0], trust_env=False, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture
-async def bus(apart: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(apart.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
+http = http_of("apart")
+bus = bus_of("apart")
 
 
 def part(value: str | bytes) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from penstock.cli.commands import main
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.schemas.subjects import HEADER_ERROR
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, Process, free_port, parse_sse, until
+from tests.pipeline.support import Deployment, Oracle, Process, free_port, http_of, parse_sse, until
 
 COUNT = 6
 MESSAGES = [{"role": "user", "content": "Where is the harbour?"}]
@@ -39,10 +39,7 @@ def learner(deployment: Deployment) -> tuple[str, Process]:
     return f"http://127.0.0.1:{port}", process
 
 
-@pytest.fixture
-async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=30) as made:
-        yield made
+http = http_of("deployment")
 
 
 @pytest.fixture

@@ -2,15 +2,14 @@
 itself."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.pairs.test_disaggregated import nothing_held, stages
-from tests.pipeline.support import MODEL, Deployment, Oracle, Process, stopped, token_prompt, until
+from tests.pipeline.support import MODEL, Deployment, Oracle, Process, bus_of, stopped, token_prompt, until
 
 AT_ONCE = 7
 REQUESTS = 8
@@ -23,11 +22,7 @@ def pools(new_deployment: NewDeployment) -> Deployment:
     return new_deployment("--workers", "0", "--local-prefill-tokens", "64")
 
 
-@pytest.fixture
-async def pools_bus(pools: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(pools.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
+pools_bus = bus_of("pools")
 
 
 @pytest.mark.parametrize(

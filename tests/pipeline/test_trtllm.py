@@ -2,19 +2,18 @@
 
 import json
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import DEMO
 from penstock.log_tools.requests.leases import leases
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.spans import spans
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, metrics, until
+from tests.pipeline.support import ROOT, Deployment, bus_of, ending, idle_workers, metrics, until
 from tests.standins import FOLDER, VARIANT
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -36,11 +35,7 @@ def deployment(new_deployment: NewDeployment, tmp_path_factory: pytest.TempPathF
     )
 
 
-@pytest.fixture
-async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(deployment.state.nats_url, role="client", name="test")
-    yield made
-    await made.close()
+bus = bus_of("deployment")
 
 
 def environ_of(deployment: Deployment, name: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,19 @@ from tests import standins
 from tests.demo_model.shared_weights import join
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.shared.test_prefix_reuse import cached, chosen, published
-from tests.pipeline.support import ROOT, Deployment, Process, ending, free_port, idle_workers, metrics, stopped, until
+from tests.pipeline.support import (
+    ROOT,
+    Deployment,
+    Process,
+    bus_of,
+    ending,
+    free_port,
+    http_of,
+    idle_workers,
+    metrics,
+    stopped,
+    until,
+)
 from tests.workers.engines.native.pictures import COUNT, TOKENS, expected, picture, prompt
 
 REAL = os.environ.get("PENSTOCK_CONTRACT_REAL") == "vllm"
@@ -54,17 +66,8 @@ def deployment(new_deployment: NewDeployment) -> Deployment:
     return new_deployment("--engine", "native", "--workers", "0", "--local-prefill-tokens", "16")
 
 
-@pytest.fixture
-async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(deployment.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as made:
-        yield made
+bus = bus_of("deployment")
+http = http_of("deployment")
 
 
 class Fleet:

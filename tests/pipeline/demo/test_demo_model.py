@@ -20,7 +20,17 @@ from penstock.measure.profile import kernels
 from penstock.workers.engines.external.runtime import children_of
 from penstock.workers.session.process import EXIT_ENGINE
 from tests.pipeline.shared.test_nats_api import Submitter
-from tests.pipeline.support import Deployment, accepted, ending, idle_workers, parse_sse, registrations, stopped, until
+from tests.pipeline.support import (
+    Deployment,
+    accepted,
+    bus_of,
+    ending,
+    idle_workers,
+    parse_sse,
+    registrations,
+    stopped,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -45,11 +55,7 @@ BODY: dict[str, Any] = {
 CALL = ("get_weather", {"city": "Oslo"})
 
 
-@pytest.fixture
-async def demo_bus(demo: Deployment) -> AsyncIterator[Bus]:
-    bus = await connect(demo.state.nats_url, role="client", name="test")
-    yield bus
-    await bus.close()
+demo_bus = bus_of("demo")
 
 
 @pytest.fixture

@@ -3,14 +3,10 @@
 Whoever kills a process waits until its successor serves.
 """
 
-from collections.abc import AsyncIterator
-
-import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment, deployments
-from tests.pipeline.support import Deployment
+from tests.pipeline.support import Deployment, bus_of, http_of
 
 shared_deployment = pytest.fixture(scope="package", name="shared_deployment")(deployments)
 
@@ -22,16 +18,5 @@ def fleet(shared_deployment: NewDeployment) -> Deployment:
     return shared_deployment(*flags, "--no-store-grace-s", "1", "--drain-s", "20")
 
 
-@pytest.fixture
-async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
-    """An operator's connection to its broker."""
-    bus = await connect(fleet.state.nats_url, role="operator", name="test")
-    yield bus
-    await bus.close()
-
-
-@pytest.fixture
-async def http(fleet: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    """Plain HTTP to its first gateway."""
-    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=30) as made:
-        yield made
+fleet_bus = bus_of("fleet")
+http = http_of("fleet")

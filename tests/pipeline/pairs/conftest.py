@@ -4,15 +4,13 @@ Prompts above 64 tokens are worth a transfer. Traces of all requests are sent to
 waits until its successor serves.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
 from tests.penstock.log_tools.traces.collector import Collector
 from tests.pipeline.conftest import NewDeployment, deployments
-from tests.pipeline.support import Deployment
+from tests.pipeline.support import Deployment, bus_of, http_of
 
 shared_deployment = pytest.fixture(scope="package", name="shared_deployment")(deployments)
 
@@ -33,16 +31,5 @@ def pairs(shared_deployment: NewDeployment, collector: Collector) -> Deployment:
     )
 
 
-@pytest.fixture
-async def bus(pairs: Deployment) -> AsyncIterator[Bus]:
-    """An operator's connection to its broker."""
-    made = await connect(pairs.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def http(pairs: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    """Plain HTTP to its gateway."""
-    async with httpx.AsyncClient(base_url=pairs.urls[0], trust_env=False, timeout=30) as made:
-        yield made
+bus = bus_of("pairs")
+http = http_of("pairs")

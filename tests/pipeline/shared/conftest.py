@@ -7,13 +7,11 @@
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment, deployments
-from tests.pipeline.support import MODEL_NAME, Deployment
+from tests.pipeline.support import MODEL_NAME, Deployment, bus_of, http_of
 
 shared_deployment = pytest.fixture(scope="package", name="shared_deployment")(deployments)
 
@@ -46,26 +44,9 @@ def empty(shared_deployment: NewDeployment) -> Deployment:
     return shared_deployment("--workers", "0", "--max-queue", "4")
 
 
-@pytest.fixture
-async def bus(fast: Deployment) -> AsyncIterator[Bus]:
-    """An operator's connection to the broker of ``fast``."""
-    made = await connect(fast.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def slow_bus(slow: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(slow.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def empty_bus(empty: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(empty.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
+bus = bus_of("fast")
+slow_bus = bus_of("slow")
+empty_bus = bus_of("empty")
 
 
 @pytest.fixture
@@ -85,20 +66,6 @@ async def aclient(fast: Deployment) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-@pytest.fixture
-async def http(fast: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    """Plain HTTP to the first gateway of ``fast``."""
-    async with httpx.AsyncClient(base_url=fast.urls[0], trust_env=False, timeout=30) as made:
-        yield made
-
-
-@pytest.fixture
-async def slow_http(slow: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=slow.urls[0], trust_env=False, timeout=30) as made:
-        yield made
-
-
-@pytest.fixture
-async def empty_http(empty: Deployment) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=empty.urls[0], trust_env=False, timeout=30) as made:
-        yield made
+http = http_of("fast")
+slow_http = http_of("slow")
+empty_http = http_of("empty")

@@ -3,18 +3,18 @@
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.connection import Bus
 from penstock.infra.model.modeldir import TINY
 from penstock.log_tools.requests.leases import leases
 from penstock.schemas.wire import unpack_tokens
 from tests import standins
-from tests.pipeline.support import ROOT, Deployment, Process, ending, idle_workers, until
+from tests.pipeline.support import ROOT, Deployment, Process, bus_of, ending, idle_workers, until
 
 FLAGS = ("--engine", "sglang", "--model", str(TINY), "--max-model-len", "512", "--max-running", "4", "--threads", "1")
 NIXL = standins.FOLDER / "sglang" / "_standin" / "path"
@@ -58,11 +58,7 @@ def pair(
         worker.stop()
 
 
-@pytest.fixture
-async def own_bus(empty: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(empty.state.nats_url, role="operator", name="test")
-    yield made
-    await made.close()
+own_bus = bus_of("empty")
 
 
 @pytest.mark.slow  # engines/sglang/test_handoff has both engines
