@@ -20,8 +20,7 @@ from penstock.infra.model.adapter import AdapterFolder
 from penstock.schemas.errors import Code
 from penstock.schemas.kv import KvEvent
 from penstock.schemas.transfer import KV, WINDOWS, Memory
-from penstock.workers.engines.constraints.compiler import ConstraintCompiler
-from penstock.workers.engines.constraints.open_constraints import RunningConstraints, matcher_of
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, RunningConstraints, matcher_of
 from penstock.workers.engines.core.blocks import MOST_WRITES, BlockCopier, DiskCache
 from penstock.workers.engines.core.embeddings import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool, VisionEncoder
 from penstock.workers.engines.core.queue import AdapterSlots

@@ -15,8 +15,7 @@ from penstock.infra.bounded import ByteCache
 from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Stop
-from penstock.workers.engines.constraints.compiler import ConstraintCompiler
-from penstock.workers.engines.constraints.open_constraints import clients_error, matcher_of
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, clients_error, matcher_of
 from penstock.workers.engines.constraints.token_mask import Matcher
 from penstock.workers.engines.engine_protocol import GrammarStats, RequestError, SequenceRequest
 from penstock.workers.engines.external.sequences import SequenceFailure, Token

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Sampling, Stop
-from penstock.workers.engines.constraints.open_constraints import NO_CONSTRAINTS
+from penstock.workers.engines.constraints.compiler import NO_CONSTRAINTS
 from penstock.workers.engines.engine_protocol import (
     EngineInfo,
     RequestError,

@@ -13,8 +13,7 @@ from penstock.infra.model import modeldir
 from penstock.schemas.errors import Code
 from penstock.schemas.requests import Constraint, Stop
 from penstock.workers.engines.constraints import compiler as compiling
-from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens
-from penstock.workers.engines.constraints.open_constraints import RunningConstraints
+from penstock.workers.engines.constraints.compiler import ConstraintCompiler, ModelTokens, RunningConstraints
 from penstock.workers.engines.constraints.token_mask import BatchMasks, Matcher
 from penstock.workers.engines.engine_protocol import RequestError, StepResult
 from tests.properties import examples
