@@ -1,11 +1,18 @@
-"""Supervises one child process: restarts it when it exits, never twice at once, and stops it in bounded time."""
+"""Supervises one child process: restarts it when it exits, never twice at once, and stops it in bounded time.
+
+Ctrl-C and SIGTERM are events (``StopSignals``): the first stops in order, the second at once. SIGUSR1 resumes.
+"""
 
 import asyncio
 import contextlib
+import os
+import signal
+import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol
 
 import structlog
@@ -17,6 +24,8 @@ log = structlog.get_logger("up")
 USAGE = 2  # a child's exit status for settings that it cannot use: a restart would not help
 CANCEL_AGAIN_S = 0.1  # a cancellation can get lost: asyncio.wait_for before Python 3.12
 LOOK_S = 0.25  # between two checks of a child that must not be stopped
+RESUME = signal.SIGUSR1
+_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Child(Protocol):
@@ -220,3 +229,45 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
         return False
+
+
+class StopSignals:
+    """Within ``with StopSignals() as stop``, signals set ``stop.asked``, then ``stop.insisted``.
+
+    Args:
+        resume: called on SIGUSR1.
+    """
+
+    def __init__(self, resume: Callable[[], None] | None = None) -> None:
+        self._resume = resume
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+
+    def __enter__(self) -> "StopSignals":
+        loop = asyncio.get_running_loop()
+        for number in _ALL:
+            loop.add_signal_handler(number, self._on_signal)
+        if self._resume is not None:
+            loop.add_signal_handler(RESUME, self._resume)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _ALL:
+            loop.remove_signal_handler(number)
+        if self._resume is not None:
+            loop.remove_signal_handler(RESUME)
+
+    def _on_signal(self) -> None:
+        leave_closed_terminal()
+        (self.insisted if self.asked.is_set() else self.asked).set()
+
+
+def leave_closed_terminal() -> None:
+    """If the terminal was closed, discard output: each line would raise and interrupt the stop."""
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):  # a device, but no terminal any more
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)

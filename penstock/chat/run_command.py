@@ -25,7 +25,7 @@ from penstock.configs.flags import Parser
 from penstock.infra.model.modeldir import ModelError, resolve
 from penstock.infra.nats_server.datadir import Lock, holder
 from penstock.infra.process.child import die_with_parent
-from penstock.infra.process.signals import leave_closed_terminal
+from penstock.infra.process.supervisor import leave_closed_terminal
 from penstock.launch.state import read_state
 
 READY_S = 3600.0  # larger models take minutes to load; `up` gives up earlier by its own --ready-s

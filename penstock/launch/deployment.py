@@ -37,9 +37,8 @@ from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.process.budgets import available_cores, usable_cores
 from penstock.infra.process.child import Process, bound_log
-from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen, claim
-from penstock.infra.process.supervisor import USAGE, Keeper
+from penstock.infra.process.supervisor import USAGE, Keeper, StopSignals
 from penstock.launch.gateways import AUTO, LOOK_S, CpuMeter, GatewayScaler, gateway_range
 from penstock.launch.groups import PlanError, assign, fleet_of, with_name
 from penstock.launch.machine import Listeners, check_named, check_startable, free_port, gpus, held_run

@@ -27,9 +27,8 @@ from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.permissions import BROKER_ROLES, SECOND
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.infra.nats_server.tenants import copy_limits
-from penstock.infra.process.signals import StopSignals
 from penstock.infra.process.sockets import CannotListen
-from penstock.infra.process.supervisor import USAGE, Keeper
+from penstock.infra.process.supervisor import USAGE, Keeper, StopSignals
 from penstock.schemas.errors import ServingError
 from penstock.schemas.streams import GIB, Topology, divided, scaled, topology
 from penstock.schemas.subjects import Subjects, cell_namespace, inbox_prefix

@@ -26,8 +26,7 @@ from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSett
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.nats_server.datadir import DataDirBusy
 from penstock.infra.process.child import Process, bound_log
-from penstock.infra.process.signals import RESUME
-from penstock.infra.process.supervisor import Keeper, RestartBackoff
+from penstock.infra.process.supervisor import RESUME, Keeper, RestartBackoff
 from penstock.launch import deployment
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
