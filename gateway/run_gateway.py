@@ -24,11 +24,10 @@ from penstock.gateway.http.tls import BadCertificate, Certificate
 from penstock.gateway.nats.services import NatsApi
 from penstock.gateway.service.gateway import CellLink, Gateway, named_models
 from penstock.gateway.service.model_store import report_ignored
-from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import START_S, Bus, connect, connect_while_running
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import ProcessStop, StoppedEarly, count_tasks, end
-from penstock.infra.metrics.scope import process_scope
+from penstock.infra.metrics.scope import loop_lag, process_scope
 from penstock.infra.model import modeldir
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.infra.process.sockets import CannotListen, check_unclaimed, listening
@@ -175,7 +174,7 @@ async def _serve(settings: GatewaySettings, models: Sequence[modeldir.ModelDir],
     metrics = GatewayMetrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: count_tasks(loop))
-    lag = loop_lag.gauge(metrics.scope)
+    lag = loop_lag(metrics.scope)
     gateway = Gateway(links, models, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
     batches = Batches(gateway)

@@ -11,14 +11,13 @@ from faststream import FastStream
 
 from penstock.configs import logs
 from penstock.configs.settings import RouterSettings, named
-from penstock.infra.bus import loop_lag
 from penstock.infra.bus.audit import Auditor, Watch
 from penstock.infra.bus.connection import START_S, Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.stream_fill import StreamMetrics
 from penstock.infra.bus.tasks import ProcessStop, StoppedEarly, count_tasks
-from penstock.infra.metrics.scope import PortTaken, check_port, process_scope, serve_page
+from penstock.infra.metrics.scope import PortTaken, check_port, loop_lag, process_scope, serve_page
 from penstock.infra.nats_server.datadir import users_of
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.router.service.router import Router
@@ -83,7 +82,7 @@ async def _run_router(
     metrics = Metrics(scope.child("router"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: count_tasks(loop))
-    lag = loop_lag.gauge(metrics.scope)
+    lag = loop_lag(metrics.scope)
     bus.tasks.spawn(StreamMetrics(bus, scope.child("broker")).run(), name="stream-metrics")
     router = Router(bus, publisher, settings, metrics)
     broker = BusBroker(bus)

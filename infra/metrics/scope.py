@@ -20,6 +20,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from penstock.infra.process.sockets import of_this_machine
+from penstock.infra.process.turns import LATE_S, LoopLag
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 
 # Buckets that gateways and workers share, so that what they measure can be compared.
@@ -343,6 +344,19 @@ def process_scope(component: str, labels: Mapping[str, str]) -> MetricScope:
     scope = MetricScope({"component": component, **labels})
     scope.register(ProcessCollector(registry=None))
     return scope
+
+
+def loop_lag(scope: MetricScope) -> LoopLag:
+    """Add a process's measurements to its metrics. Run ``watch`` of the result."""
+    about = "longest delay of a due callback by the event loop, in the last 30 to 60 s"
+    worst = scope.gauge("loop_lag_seconds", about)
+    about = "the same without the time for which the loop's thread waited for a core (Linux)"
+    worst_cpu = scope.gauge("loop_lag_cpu_seconds", about)
+    about = f"measurements of that delay (ten a second) above {LATE_S * 1e3:g} ms"
+    lag = LoopLag(scope.counter("loop_late", about).inc)
+    worst.set_function(lambda: lag.worst.value)
+    worst_cpu.set_function(lambda: lag.worst_cpu.value)
+    return lag
 
 
 def _valid(labels: Mapping[str, str]) -> dict[str, str]:

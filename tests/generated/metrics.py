@@ -8,8 +8,7 @@ from prometheus_client.registry import Collector
 import penstock.gateway.base.gateway_metrics
 import penstock.router.state.router_metrics
 import penstock.workers.metrics.worker_metrics
-from penstock.infra.bus import loop_lag
-from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.metrics.scope import MetricScope, loop_lag
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -51,7 +50,7 @@ def scopes() -> dict[str, MetricScope]:
     penstock.router.state.router_metrics.Metrics(router_scope)
     worker_scope = penstock.workers.metrics.worker_metrics.WorkerMetrics(by_role["worker"]).scope
     for scope in (gateway_scope, router_scope, worker_scope):
-        loop_lag.gauge(scope)
+        loop_lag(scope)
     return by_role
 
 

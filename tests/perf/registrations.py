@@ -32,8 +32,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.infra.bus.client import Frame
 from penstock.infra.bus.connection import Bus, connect
-from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S
 from penstock.infra.model.modeldir import TINY
+from penstock.infra.process.turns import LAG_EVERY_S, LAG_WINDOW_S
 from penstock.launch.state import DeploymentState, read_state
 from penstock.schemas import kv, wire
 from penstock.schemas.fleet import Registration
@@ -229,7 +229,7 @@ async def _moment(name: str, state: DeploymentState) -> AsyncIterator[None]:
     began = time.monotonic()
     yield
     seconds = time.monotonic() - began
-    await asyncio.sleep(2 * EVERY_S)  # until the last of it shows
+    await asyncio.sleep(2 * LAG_EVERY_S)  # until the last of it shows
     await _print_row(name, f"{f'in {seconds:.1f} s':>36}", state, late)
 
 
@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time over which the streams arrive; 0: all at once (default: 0)",
     )  # fmt: skip
     add(
-        "--duration-s", type=float, default=2 * WINDOW_S, metavar="SECONDS",
+        "--duration-s", type=float, default=2 * LAG_WINDOW_S, metavar="SECONDS",
         help="of each measurement; lags of less than %(default)g s are those of earlier moments, too (default: "
         "%(default)g)",
     )  # fmt: skip

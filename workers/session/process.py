@@ -23,12 +23,11 @@ from faststream import FastStream
 from faststream.specification import AsyncAPI
 
 from penstock.configs.settings import WorkerSettings
-from penstock.infra.bus import loop_lag
 from penstock.infra.bus.connection import START_S, Bus, connect
 from penstock.infra.bus.faststream_app import BusBroker, Subscriber
 from penstock.infra.bus.publisher import Publisher
 from penstock.infra.bus.tasks import StoppedEarly, count_tasks, unless
-from penstock.infra.metrics.scope import process_scope, serve_page
+from penstock.infra.metrics.scope import loop_lag, process_scope, serve_page
 from penstock.schemas import control, wire
 from penstock.schemas.control import HURRY
 from penstock.schemas.errors import ServingError
@@ -376,7 +375,7 @@ class WorkerProcess:
         self._metrics.tasks.set_function(lambda: count_tasks(loop))
         if self._settings.engine not in ("mock", "openai"):  # which compute on no GPU of this machine
             self._metrics.watch_gpus()
-        bus.tasks.spawn(loop_lag.gauge(self._metrics.scope).watch(), name="loop-lag")
+        bus.tasks.spawn(loop_lag(self._metrics.scope).watch(), name="loop-lag")
         bus.tasks.spawn(self._note_memory(), name="crash-journal")
         if self._settings.publish_events_and_metrics:
             serve_page(self._settings.metrics_host, self._settings.metrics_port, self._metrics.registry)

@@ -5,14 +5,14 @@ import time
 
 import pytest
 
-from penstock.infra.bus.loop_lag import EVERY_S, WINDOW_S, LoopLag, ThreadTimes, Worst, gauge
-from penstock.infra.metrics.scope import MetricScope
+from penstock.infra.metrics.scope import MetricScope, loop_lag
+from penstock.infra.process.turns import LAG_EVERY_S, LAG_WINDOW_S, LoopLag, ThreadTimes, Worst
 from tests.infra.bus.support import eventually
 
 
 async def test_whatever_blocks_the_loop_shows_in_the_metrics() -> None:
     scope = MetricScope(prefix="penstock_router")
-    lag = gauge(scope)
+    lag = loop_lag(scope)
 
     def shown(name: str) -> float:
         return scope.registry.get_sample_value(f"penstock_router_loop_{name}") or 0.0
@@ -23,7 +23,7 @@ async def test_whatever_blocks_the_loop_shows_in_the_metrics() -> None:
     time.sleep(before + 0.4)  # noqa: ASYNC251 - this is what it is for
     await eventually(lambda: shown("lag_seconds") > before)
     watching.cancel()
-    assert shown("lag_seconds") >= before + 0.4 - EVERY_S - 0.05
+    assert shown("lag_seconds") >= before + 0.4 - LAG_EVERY_S - 0.05
     assert shown("late_total") == late + 1
 
 
@@ -75,11 +75,11 @@ def test_the_worst_is_shown_for_one_window_at_least_and_two_at_most() -> None:
     worst = Worst(lambda: now)
     worst.add(0.5)
     worst.add(0.1)
-    for seconds, value in ((0.0, 0.5), (WINDOW_S - 1, 0.5), (WINDOW_S, 0.5), (2 * WINDOW_S - 1, 0.5)):
+    for seconds, value in ((0.0, 0.5), (LAG_WINDOW_S - 1, 0.5), (LAG_WINDOW_S, 0.5), (2 * LAG_WINDOW_S - 1, 0.5)):
         now = 100.0 + seconds
         assert worst.value == value
-    now = 100.0 + 2 * WINDOW_S
+    now = 100.0 + 2 * LAG_WINDOW_S
     assert worst.value == 0.0
     worst.add(0.2)
-    now += 10 * WINDOW_S
+    now += 10 * LAG_WINDOW_S
     assert worst.value == 0.0
