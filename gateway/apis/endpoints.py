@@ -3,8 +3,9 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args, get_origin
 
 import msgspec
@@ -17,6 +18,7 @@ from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingReque
 from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
 from penstock.gateway.apis.messages import bodies as messages
 from penstock.gateway.apis.messages.bodies import MessagesRequest
+from penstock.gateway.apis.messages.prepare_message import limits_thoughts
 from penstock.gateway.apis.messages.render import MessageEvents, message
 from penstock.gateway.apis.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest
 from penstock.gateway.apis.ollama.render import OllamaLines, WholeOllama
@@ -35,6 +37,7 @@ from penstock.gateway.base.request_bodies import (
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     RESPONSE,
+    PrepareContext,
     decode_json,
     invalid,
     rename,
@@ -42,7 +45,7 @@ from penstock.gateway.base.request_bodies import (
 )
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
-from penstock.schemas.requests import EMBEDDING, RERANK, SCORE, GenerateRequest
+from penstock.schemas.requests import CONSTRAINT_LARK, EMBEDDING, RERANK, SCORE, GenerateRequest
 from penstock.schemas.tokens import TokenItem
 
 # Clients send these to describe a request; they change no answer.
@@ -106,15 +109,75 @@ _LIST, _OBJECT = b"[{"  # what a value of these begins with
 _read_tools = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _read_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_value = msgspec.json.Decoder().decode
 
 
-def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ()) -> Sequence[str]:
+# Option -> the name of one within it ("": itself; "*": of any, by its name) -> whether a value has an effect.
+Unapplied = Mapping[str, Mapping[str, Callable[[Any], bool]]]
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+# Whether a body may have options that models and not workers leave without effect.
+MAY_BE_UNAPPLIED = re.compile(
+    rb'"(?:reasoning|think|chat_template_kwargs|output_config|verbosity|include_obfuscation)'
+).search
+
+
+def unapplied_options(context: PrepareContext | None, of_workers: Collection[str] = ()) -> Unapplied:
+    """Options that this model does not apply: what its chat template has no variable for, and budgets of thoughts that
+    nothing enforces.
+
+    Args:
+        context: None: the model is not known yet.
+        of_workers: options that its workers announce.
+    """
+    found: dict[str, Mapping[str, Callable[[Any], bool]]] = {name: {"": _never} for name in of_workers}
+    if context is None:
+        return found
+    budget: dict[str, Callable[[Any], bool]] = {} if limits_thoughts(context) else {"budget_tokens": _never}
+    if context.carries_chat or (template := context.model.template) is None:
+        return found | ({"thinking": budget} if budget else {})
+    sources = [template.source, *(each.source for each in template.named.values())]
+    words = frozenset(word for source in sources for word in re.findall(r"[^\W\d]\w*", source))
+    reasons = context.parsers is not None and bool(context.parsers.reasoning)
+    switched = not words.isdisjoint(("enable_thinking", "thinking"))
+    stops = switched or not reasons or (not budget and CONSTRAINT_LARK in (context.logits_processors or ()))
+
+    def effort(value: Any) -> bool:
+        return "reasoning_effort" in words or (value == "none" and stops)
+
+    def switch(value: Any) -> bool:
+        return switched or not isinstance(value, bool) or value is reasons
+
+    def asked(value: Any) -> bool:
+        return effort(value) if isinstance(value, str) else switch(value)
+
+    def mode(value: Any) -> bool:
+        return switch(value == "enabled") if value in ("enabled", "disabled") else True
+
+    return {
+        "reasoning_effort": {"": effort},
+        "output_config": {"effort": effort},
+        "text": {"verbosity": lambda _: "verbosity" in words},
+        "reasoning": {"": switch, "effort": effort, "enabled": switch},
+        "think": {"": asked},
+        "thinking": {"type": mode, **budget},
+        "chat_template_kwargs": {"*": words.__contains__},
+        "stream_options": {"include_obfuscation": lambda value: value is False},
+        **found,
+    }
+
+
+def ignored_options(endpoint: str, data: bytes, unapplied: Unapplied = MappingProxyType({})) -> Sequence[str]:
     """Options of a body that have no effect: names that its API lacks, tools hidden from models, ``unapplied`` ones.
 
     Options within others have both names, as in "stream_options.include_usage". A body that is not an object has none.
 
     Args:
-        unapplied: options that workers of the model announce not to apply.
+        unapplied: those that the model does not apply.
     """
     known = _KNOWN.get(endpoint)
     if known is None:
@@ -134,9 +197,30 @@ def ignored_options(endpoint: str, data: bytes, unapplied: Collection[str] = ())
             unknown += _brought_left_out(names)
     if endpoint == MESSAGE and any(each.encode() in data for each in messages.LEFT_OUT):
         unknown += _tools_left_out(names, messages.left_out)
-    if unapplied and (given := names.keys() & unapplied):
-        unknown += [name for name in sorted(given) if name in known and bytes(names[name]) != b"null"]
+    for name in sorted(names.keys() & unapplied.keys() & known.keys()):
+        unknown += _without_effect(name, names[name], unapplied[name], known[name] or {})
     return unknown
+
+
+def _without_effect(
+    name: str, raw: msgspec.Raw, effects: Mapping[str, Callable[[Any], bool]], known: Known
+) -> Iterator[str]:
+    """
+    Args:
+        known: the options within this one that its API has.
+    """
+    try:
+        value = decode_json(_read_value, raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    for inner, has_effect in effects.items() if value is not None else ():
+        if not inner:
+            if not has_effect(value):
+                yield name
+        elif isinstance(value, dict) and inner == "*":
+            yield from (f"{name}.{each}" for each in value if not has_effect(each))
+        elif isinstance(value, dict) and inner in known and not (value.get(inner) is None or has_effect(value[inner])):
+            yield f"{name}.{inner}"
 
 
 def _unknown_within(at: str, value: msgspec.Raw, known: Known) -> list[str]:

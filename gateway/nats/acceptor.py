@@ -103,7 +103,7 @@ class RequestAcceptor:
                 return AcceptedRequest(inflight.request, inflight=inflight)
         inflight = await self._gateway.submit(request, owner=False)
         self._gateway.metrics.of(request.model).prompt.inc(prepared.prompt_tokens)
-        unapplied = self._gateway.fleet.ignored_by(body)
+        unapplied = self._gateway.fleet.unapplied_by(body)
         names = await self._gateway.run_for(body, ignored_options, request.endpoint, body, unapplied)
         return AcceptedRequest(inflight.request, inflight=inflight, ignored=listed(names) if names else "")
 

@@ -21,6 +21,7 @@ import structlog
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import ANYONE, Caller, Sight
 from penstock.gateway.apis.embeddings import paths_of
+from penstock.gateway.apis.endpoints import MAY_BE_UNAPPLIED, Unapplied
 from penstock.gateway.apis.images import IMAGE_PATHS
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
 from penstock.gateway.base.request_bodies import BOM, PrepareContext, decode_body, model_missing, model_not_found
@@ -431,16 +432,14 @@ class FleetView:
         model = self._named(name)
         return model.name if model is not None else name if name in self._apart else ""
 
-    def ignored_by(self, body: bytes) -> frozenset[str]:
-        """Options that a worker of the body's model announces as without effect there."""
-        if self._only is not None:
-            return self._only.ignored_options
+    def unapplied_by(self, body: bytes) -> Unapplied:
+        """Options that the body's model or a worker of it does not apply."""
         if self._ignored is None:
             self._ignored = any(model.ignored_options for model in self._models.values())
-        if not self._ignored:
-            return frozenset()
-        model = self._models.get(self.name_in(body))
-        return model.ignored_options if model is not None else frozenset()
+        if not self._ignored and MAY_BE_UNAPPLIED(body) is None:
+            return {}
+        model = self._only or self._models.get(self.name_in(body))
+        return model.unapplied if model is not None else {}
 
     def workers(self) -> list[tuple[fleet.Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import structlog
 
 from penstock.configs.settings import GatewaySettings
+from penstock.gateway.apis.endpoints import Unapplied, unapplied_options
 from penstock.gateway.base.gateway_metrics import ModelMetrics
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.gateway.service.model_store import Loaded, ModelStore, Source
@@ -186,6 +187,7 @@ class TextModel:
         self._canary_share = float(settings.canary.removesuffix("%") or 0) / 100
         self._loaded: Loaded | None = None
         self._ignored: frozenset[str] | None = None
+        self._unapplied: tuple[PrepareContext | None, Unapplied] | None = None  # with what it is of
         self._adapters: dict[str, fleet.LoraAdapter] | None = None
         self._adapted: dict[str, PrepareContext] = {}  # by id of the adapter, of ``_context``
         self._has_generated = self.configured  # a worker has been ready for it
@@ -213,7 +215,7 @@ class TextModel:
             self.changed()
 
     def changed(self) -> None:
-        self._selection = self._context = self._loaded = self._ignored = self._adapters = None
+        self._selection = self._context = self._loaded = self._ignored = self._unapplied = self._adapters = None
         self._adapted = {}
         if not self.configured:
             self._looked = False
@@ -242,6 +244,14 @@ class TextModel:
         if self._ignored is None:
             self._ignored = frozenset(name for each in self._select().used for name in each.ignored_options)
         return self._ignored
+
+    @property
+    def unapplied(self) -> Unapplied:
+        """Options without effect: those, and what the model itself does nothing with."""
+        context = self.prepared_for()
+        if self._unapplied is None or self._unapplied[0] is not context:
+            self._unapplied = context, unapplied_options(context, self.ignored_options)
+        return self._unapplied[1]
 
     @property
     def adapters(self) -> Mapping[str, fleet.LoraAdapter]:

@@ -422,7 +422,7 @@ def prepare_message(data: bytes, context: PrepareContext, *, now_ns: int, reques
 
     def prepare(body: ChatCompletionRequest) -> PreparedRequest | PendingMediaRequest:
         body = msgspec.structs.replace(body, max_completion_tokens=None)
-        if not _limits_thoughts(context):
+        if not limits_thoughts(context):
             body = msgspec.structs.replace(body, max_thinking_tokens=None)
         return prepare_chat(body, context, now_ns=now_ns, request_id=request_id)
 
@@ -430,7 +430,7 @@ def prepare_message(data: bytes, context: PrepareContext, *, now_ns: int, reques
     return PreparedMessage(prepared, context, msgspec.json.encode(ClientBody(asked.max_tokens, edits)))
 
 
-def _limits_thoughts(context: PrepareContext) -> bool:
+def limits_thoughts(context: PrepareContext) -> bool:
     """Whether a budget can be enforced. Agents send one with every request; to Anthropic's API, it is a target."""
     able = context.logits_processors
     parsed = context.parsers is not None and bool(context.parsers.reasoning)

@@ -1,15 +1,22 @@
 """Options that no API knows are named, not silently dropped."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.apis.endpoints import MOST, check_options, ignored_options, listed
+from penstock.gateway.apis.endpoints import MOST, check_options, ignored_options, listed, unapplied_options
 from penstock.gateway.apis.responses.bodies import LEFT_OUT
-from penstock.gateway.base.request_bodies import CHAT, MESSAGE, RESPONSE
+from penstock.gateway.base.request_bodies import CHAT, MESSAGE, OLLAMA_CHAT, RESPONSE, PrepareContext
+from penstock.infra.model import modeldir
+from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import ServingError
+from penstock.schemas.requests import CONSTRAINT_LARK
+from tests.tiny_model import write
+
+SEED = unapplied_options(None, ["seed"])
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSE, MESSAGE])
@@ -55,6 +62,55 @@ def test_many_unknown_options_in_a_list_cost_no_more_than_can_be_shown() -> None
     assert len(ignored_options(MESSAGE, body)) == MOST + 1
 
 
+REASONS = "{{ enable_thinking }}{{ reasoning_effort }}{{ verbosity }}{% for m in messages %}{{ m.content }}{% endfor %}"
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "endpoint", "options", "ignored"),
+    [
+        (REASONS, "qwen3", CHAT, {"reasoning_effort": "low", "thinking": {"type": "disabled"}, "think": False}, []),
+        (REASONS, "qwen3", RESPONSE, {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}, []),
+        (REASONS, "qwen3", MESSAGE, {"thinking": {"type": "enabled", "budget_tokens": 5}}, []),
+        (REASONS, "qwen3", CHAT, {"chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+         ["chat_template_kwargs.x"]),
+        (PLAIN, "qwen3", CHAT, {"reasoning_effort": "low", "think": "low"}, ["reasoning_effort", "think"]),
+        (PLAIN, "qwen3", CHAT, {"reasoning_effort": "none", "reasoning": {"effort": "high", "exclude": True}},
+         ["reasoning.effort"]),
+        (PLAIN, "qwen3", CHAT, {"reasoning": False, "think": None, "thinking": {"type": "disabled"}},
+         ["reasoning", "thinking.type"]),
+        (PLAIN, "qwen3", CHAT, {"reasoning": {"enabled": True}, "think": True, "thinking": {"type": "enabled"}}, []),
+        (PLAIN, "", CHAT, {"reasoning": {"enabled": True}, "think": False, "reasoning_effort": "none"},
+         ["reasoning.enabled"]),
+        (PLAIN, "", RESPONSE, {"reasoning": {"effort": "low"}, "text": {"format": {}, "verbosity": "low"}},
+         ["reasoning.effort", "text.verbosity"]),
+        (PLAIN, "", MESSAGE, {"thinking": {"type": "adaptive", "budget_tokens": 5}, "output_config": {"effort": "low"}},
+         ["output_config.effort", "thinking.budget_tokens"]),
+        (PLAIN, "", OLLAMA_CHAT, {"think": "high"}, ["think"]),
+        (PLAIN, "", RESPONSE, {"stream_options": {"include_obfuscation": False}}, []),
+        (PLAIN, "", RESPONSE, {"stream_options": {"include_obfuscation": True}},
+         ["stream_options.include_obfuscation"]),
+    ],
+)  # fmt: skip
+def test_options_that_a_model_does_nothing_with_are_named(
+    tmp_path: Path, template: str, reasoning: str, endpoint: str, options: dict[str, object], ignored: list[str]
+) -> None:
+    """But not refused: the next model may apply them."""
+    model = modeldir.load(write(tmp_path / "m", template=template))
+    able = frozenset({CONSTRAINT_LARK})
+    context = PrepareContext(model, ("m",), "gw1", parsers=ParserNames(reasoning, ""), logits_processors=able)
+    body = json.dumps({"model": "m", **options}).encode()
+    assert list(ignored_options(endpoint, body, unapplied_options(context))) == ignored
+    check_options(endpoint, body)
+
+
+def test_a_budget_of_thoughts_that_no_worker_enforces_is_named(tmp_path: Path) -> None:
+    model, body = modeldir.load(write(tmp_path / "m", template=REASONS)), b'{"thinking": {"budget_tokens": 5}}'
+    context = PrepareContext(model, ("m",), "gw1", parsers=ParserNames("qwen3", ""), logits_processors=frozenset())
+    for each in (context, context._replace(logits_processors=frozenset({CONSTRAINT_LARK}), carries_chat=True)):
+        assert list(ignored_options(MESSAGE, body, unapplied_options(each))) == ["thinking.budget_tokens"]
+
+
 GRAMMAR = "start: A\nA: /a+/ & ~/aa/"  # no expression
 
 
@@ -86,10 +142,10 @@ def test_an_option_that_no_worker_applies_is_named_where_it_is_given(endpoint: s
         ({"model": "m", "messages": [{"content": "a seed"}]}, set()),
         ({"model": "m", "seed": 0, "nosuch": 1}, {"nosuch"} | known),
     ):
-        names = set(ignored_options(endpoint, json.dumps(body).encode(), ["seed"])) - ({"seed"} - known)
+        names = set(ignored_options(endpoint, json.dumps(body).encode(), SEED)) - ({"seed"} - known)
         assert names == named
     assert ignored_options(CHAT, b'{"model": "m", "seed": 3}') == []
-    assert ignored_options(CHAT, b'{"seed', ["seed"]) == ()
+    assert ignored_options(CHAT, b'{"seed', SEED) == ()
 
 
 @given(st.binary(max_size=30) | st.sampled_from([b"[1]", b"{", b"3", b'{"a": 1} x']))

@@ -10,8 +10,9 @@ from structlog.testing import capture_logs
 
 from penstock.configs.settings import GatewaySettings
 from penstock.gateway.access.authentication import ANYONE, Caller
+from penstock.gateway.apis.endpoints import ignored_options
 from penstock.gateway.base.gateway_metrics import GatewayMetrics
-from penstock.gateway.base.request_bodies import PrepareContext
+from penstock.gateway.base.request_bodies import CHAT, PrepareContext
 from penstock.gateway.service.fleet import FleetView
 from penstock.infra.bus.connection import connect
 from penstock.infra.bus.worker_leases import RegisteredWorker
@@ -95,11 +96,17 @@ async def test_requests_carry_their_chat_if_the_first_worker_s_server_takes_noth
 
 async def test_what_any_worker_does_not_apply_is_ignored(view: FleetView) -> None:
     join(view, "a")
-    assert view.ignored_by(b"{}") == frozenset()
+    body = b'{"seed": 3, "reasoning_effort": "low"}'
+
+    def ignored() -> list[str]:
+        return list(ignored_options(CHAT, body, view.unapplied_by(body)))
+
+    assert view.unapplied_by(b"{}") == {}
+    assert ignored() == ["reasoning_effort"], "the model's template has no variable of this name"
     join(view, "b", ignored_options=("seed",))
-    assert view.ignored_by(b"{}") == {"seed"}
+    assert ignored() == ["reasoning_effort", "seed"]
     leave(view, "b")
-    assert view.ignored_by(b"{}") == frozenset()
+    assert ignored() == ["reasoning_effort"]
 
 
 async def test_what_encode_workers_do_not_apply_says_nothing_of_workers_that_are_away(view: FleetView) -> None:
