@@ -12,6 +12,7 @@ class Code(enum.StrEnum):
     endpoint_not_found = "endpoint_not_found"
     request_not_found = "request_not_found"
     request_erased = "request_erased"
+    previous_response_not_found = "previous_response_not_found"  # OpenAI's
     content_lost = "content_lost"
     answer_ended = "answer_ended"
     idempotency_conflict = "idempotency_conflict"
@@ -52,6 +53,7 @@ _STATUS = {
     Code.endpoint_not_found: 404,
     Code.request_not_found: 404,
     Code.request_erased: 410,
+    Code.previous_response_not_found: 400,
     Code.content_lost: 502,
     Code.answer_ended: 416,
     Code.idempotency_conflict: 422,

@@ -151,7 +151,8 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Create a completion",
         body=CompletionRequest, response=CompletionResponse, errors=_GENERATE, streams=CompletionResponse),
     Operation("post", "/v1/responses", "Create a response",
-        body=ResponsesRequest, response=Response, errors=_GENERATE, streams=ResponseEvent),
+        body=ResponsesRequest, response=Response, streams=ResponseEvent,
+        errors=(*_GENERATE, Code.previous_response_not_found, Code.request_not_found)),
     Operation("get", "/v1/responses/{id}", "Get a stored response, or its events",
         response=Response, errors=_BY_ID, streams=ResponseEvent,
         parameters=(

@@ -112,7 +112,9 @@ class Conversations:
             try:
                 return await self._find(request_id, request_id, sight)
             except ServingError as error:
-                raise ServingError(error.code, f"{field}: {error.message}", param=field) from None
+                unknown = error.code is Code.previous_response_not_found
+                code = Code.request_not_found if unknown else error.code
+                raise ServingError(code, f"{field}: {error.message}", param=field) from None
 
         named, size = list(fields.items()), 0
         items: dict[str | None, InputItem] = {}
@@ -143,7 +145,7 @@ class Conversations:
             try:
                 return await self._find(request_id, request_id, sight)
             except ServingError as error:
-                if error.code is not Code.invalid_request:
+                if error.code not in (Code.invalid_request, Code.previous_response_not_found):
                     raise
                 return None
 
@@ -174,9 +176,9 @@ class Conversations:
         except ServingError as error:
             if error.code not in (Code.request_not_found, Code.request_erased):
                 raise
-            raise invalid(FIELD, f"{name} is not known: it was deleted, or its record has expired") from None
+            raise _unknown(f"{name} is not known: it was deleted, or its record has expired") from None
         if found.request.endpoint != RESPONSE or found.request.no_store:
-            raise invalid(FIELD, f"{name} is not a stored response")
+            raise _unknown(f"{name} is not a stored response")
         if found.record is None:
             found = await self._recorded(found.request, name, sight)
         assert found.record is not None
@@ -210,7 +212,12 @@ def _refers(item: InputItem) -> bool:
 
 def _no_item(field: str, name: str) -> ServingError:
     known = "it was not made here, or its response was deleted; send the item itself"
-    return invalid(field, f"{field} {name[:200]!r} is not an item of a stored response: {known}")
+    message = f"{field} {name[:200]!r} is not an item of a stored response: {known}"
+    return ServingError(Code.request_not_found, message, param=field)
+
+
+def _unknown(message: str) -> ServingError:
+    return ServingError(Code.previous_response_not_found, message, param=FIELD)
 
 
 def _size(found: StoredRequest) -> int:

@@ -339,10 +339,10 @@ async def test_nobody_continues_or_lists_what_is_anothers(
     for path in ("/v1/responses", "/v1/responses/input_tokens"):
         refused = await http.post(path, json=more, headers=another)
         assert refused.status_code == 400
-        assert "is not known" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "previous_response_not_found"
         assert (await http.post(path, json=more, headers=owner)).status_code == 200
         refused = await http.post(path, json=named, headers=another)
-        assert refused.status_code == 400
+        assert refused.status_code == 404
         assert (refused.json()["error"]["param"], "is not known" in refused.text) == ("input[0].id", True)
         assert (await http.post(path, json=named, headers=owner)).status_code == 200
     listed = {

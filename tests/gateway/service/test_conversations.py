@@ -107,7 +107,15 @@ async def test_a_reference_is_the_item_of_the_stored_response() -> None:
 async def test_a_reference_to_what_is_not_stored_is_refused_by_name(name: str) -> None:
     with pytest.raises(ServingError, match=r"input\[0\].id") as caught:
         await over(Responses(), answered=True).without_references(referring(name))
-    assert (caught.value.code, caught.value.param) == (Code.invalid_request, "input[0].id")
+    assert (caught.value.code, caught.value.param) == (Code.request_not_found, "input[0].id")
+
+
+async def test_a_previous_response_that_is_not_stored_has_openais_code() -> None:
+    """By which clients know to send the whole conversation instead."""
+    with pytest.raises(ServingError, match="resp_1 is not known") as caught:
+        await over(Responses(), answered=True).history("resp_1")
+    assert (caught.value.code, caught.value.param) == (Code.previous_response_not_found, "previous_response_id")
+    assert caught.value.code.status == 400
 
 
 async def test_items_that_are_named_again_and_again_count_each_time() -> None:

@@ -110,7 +110,7 @@ async def test_items_may_be_named_instead_of_sent_back(asking: openai.AsyncOpenA
     listed = [each.type async for each in await asking.responses.input_items.list(third.id, order="asc")]
     assert listed == ["message", "function_call", "function_call_output", "message", "message"]
     await asking.responses.delete(first.id)
-    with pytest.raises(openai.BadRequestError, match="was deleted") as refused:
+    with pytest.raises(openai.NotFoundError, match="was deleted") as refused:
         await asking.responses.create(input=[WEATHER, named, result], **options)
     assert refused.value.param == "input[1].id"
 
