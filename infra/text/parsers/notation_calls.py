@@ -238,8 +238,17 @@ def pythonic_calls(form: CallFormat, marks: Marks) -> CallReader:
         if opener and close and (yield from reader.literal(close)):
             raise EmptySection
         if opener and close and (yield from reader.literal("{")):
-            yield from one_object(reader, deltas)
-            yield from read_closing(reader, deltas, close)
+            mark = "{"
+            while mark == "{":  # one or more, with or without something between them
+                yield from one_object(reader, deltas)
+                mark = yield from read_closing(reader, deltas, close, ",", ";", "{")
+                if mark in (",", ";"):
+                    reader.checkpoint_call(mark)
+                    yield from reader.space()
+                    if not (mark := (yield from reader.literal(close, "{"))):
+                        raise MalformedCall
+                elif mark == "{":
+                    reader.checkpoint_call(mark)
             return
         if form.list:
             if not (yield from reader.literal("[")):

@@ -179,6 +179,11 @@ LLAMA = [
          calls=(("label", '{"tags":["a","b"]}'),)),
     Case("", "lfm2", f'Hm. <|tool_call_start|>{{"name": "a", "arguments": {WEATHER}}}<|tool_call_end|>', "Hm.",
          calls=(("a", WEATHER),)),
+    *(Case("", "lfm2", f'<|tool_call_start|>{{"name": "a", "arguments": {WEATHER}}}{between}'
+           f'{{"name": "b", "arguments": {TIME}}}{{"name": "c"}}{end}<|tool_call_end|>', None,
+           calls=(("a", WEATHER), ("b", TIME), ("c", "{}")))
+      for between, end in (("\n", ""), (", ", ","), ("", "\n"), (" ;\n", " "))),
+    Case("", "lfm2", '<|tool_call_start|>{"name": "a", "arguments": {}}, see', ", see", calls=(("a", "{}"),)),
 ]  # fmt: skip
 
 _V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
