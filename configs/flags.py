@@ -37,6 +37,28 @@ OTHERS = (  # variables that are not settings
 )
 
 _SEVERAL_WORDS = ("served_model_name",)
+_OF_OTHER_SERVERS = {  # flags of vLLM and SGLang, and the field that is most like each, where its name is too different
+    "host": "http_host",
+    "port": "http_port",
+    "model_path": "model",
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "context_length": "max_model_len",
+    "max_num_seqs": "max_running",
+    "max_running_requests": "max_running",
+    "max_num_batched_tokens": "max_batched_tokens",
+    "chunked_prefill_size": "max_batched_tokens",
+    "kv_cache_dtype": "kv_dtype",
+    "gpu_memory_utilization": "kv_memory_fraction",
+    "mem_fraction_static": "kv_memory_fraction",
+    "enable_prefix_caching": "prefix_cache",
+    "enable_lora": "lora",
+    "lora_modules": "lora",
+    "lora_paths": "lora",
+    "ssl_certfile": "tls_cert",
+    "ssl_keyfile": "tls_key",
+    "allowed_origins": "cors_origins",
+}
 _LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_port": "PORT", "_url": "URL", "_host": "HOST", "_dir": "FOLDER"}
@@ -502,7 +524,21 @@ class _SettingsParser(Parser):
         field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         if owners := [f"`penstock {name}`" for name, fields in self.passed_on.items() if field in fields]:
             return f"unknown flag {flag} here: it is of {', '.join(owners)}; set {PREFIX}{field.upper()} instead"
-        return super()._unknown_flag(flag, names)
+        said = super()._unknown_flag(flag, names)
+        near = _OF_OTHER_SERVERS.get(field, "")
+        if flag_name(near)[2:] in names:
+            said = f"unknown flag {flag}: did you mean {flag_name(near)}?"
+        elif any(near in fields for fields in self.passed_on.values()):
+            said = f"unknown flag {flag}: did you mean {PREFIX}{near.upper()}, a variable?"
+        if "override-engine-args" in names and "did you mean" not in said:
+            said += f"; if it is of the engine: --override-engine-args '{{\"{field}\": VALUE}}'"
+        return said
+
+    def _unknown(self, arguments: Sequence[str]) -> list[str]:
+        said = super()._unknown(arguments)
+        if said[0].startswith("unexpected") and "--model" in self._flags():
+            said[0] += f": did you mean --model {arguments[0]}?"
+        return said
 
     def error(self, message: str) -> NoReturn:
         raise BadFlags(_plain(message))

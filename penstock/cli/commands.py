@@ -30,6 +30,8 @@ SILENT = ("completion", "version")  # commands that log nothing
 OF_FILES = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT}
 )
+# Commands of vLLM, docker and others, and what is most like them here.
+OF_OTHER_PROGRAMS = {"serve": "up", "start": "up", "status": "top", "ps": "top", "logs": "tail", "explain": "inspect"}
 NOTHING = ""  # it is called with nothing and reads sys.argv
 
 
@@ -382,6 +384,8 @@ def _run(args: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         # Lines must appear at once, also in a pipe or a file. Not every terminal's encoding has all characters.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    if args[:1] == ["help"] and len(args) > 1:
+        args = [*args[1:], "--help"]
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -475,7 +479,9 @@ def no_command(args: Sequence[str]) -> str:
         hint = f"did you mean `penstock {args[0]} {near}`?" if near else usage(args[0])
         return f"no command {' '.join(args[:2])!r}" + (f": {hint}" if near else f"\n{hint}")
     firsts = {name.partition(" ")[0] for name in COMMANDS}
-    near = closest(args[0], firsts | set(COMMANDS))
+    near = OF_OTHER_PROGRAMS.get(args[0]) or closest(args[0], firsts | set(COMMANDS))
+    if args[0] in ("stop", "down"):
+        return f"no command {args[0]!r}: Ctrl-C or SIGTERM stops `penstock up`, `penstock drain` a worker"
     if near:
         return f"no command {args[0]!r}: did you mean `penstock {near}`?"
     return f"no command {args[0]!r} (see `penstock --help`)"

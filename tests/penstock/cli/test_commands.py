@@ -70,6 +70,9 @@ def test_every_command_leads_somewhere() -> None:
 def test_without_a_command_it_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     assert capsys.readouterr().out == (usage() + "\n") * 2
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "router"])
+    assert capsys.readouterr().out.startswith("usage: penstock router [FLAGS]")
     lines = [line.strip() for line in usage().splitlines()]
     for name in COMMANDS:
         assert sum(line.startswith(f"{name}  ") for line in lines) == 1, name
@@ -94,6 +97,14 @@ TYPOS = [
     (["leases", "--al"], "--al: did you mean --all?"),
     (["recipe", "list", "--al"], "unknown flag --al"),
     (["bench", "http", "--duration", "3"], "--duration: did you mean --duration-s?"),
+    (["serve", "model"], "did you mean `penstock up`?"),
+    (["stop"], "Ctrl-C or SIGTERM stops `penstock up`"),
+    (["up", "owner/name"], "unexpected argument 'owner/name': did you mean --model owner/name?"),
+    (["up", "--port", "1"], "--port: did you mean --http-port?"),
+    (["up", "--max-num-seqs", "1"], "--max-num-seqs: did you mean --max-running?"),
+    (["up", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype: did you mean PENSTOCK_KV_DTYPE, a variable?"),
+    (["worker", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype: did you mean --kv-dtype?"),
+    (["up", "--enforce-eager"], """; if it is of the engine: --override-engine-args '{"enforce_eager": VALUE}'"""),
 ]
 
 
