@@ -26,6 +26,7 @@ ROOM_BYTES = 64 << 20  # free space from which a restart makes sense, or a twent
 # Free parts of the disk below which it is reported, once each until there is more again. A disk at 98 % fills within
 # minutes under load: too late for an operator on call.
 LEVELS = ((0.15, "warning"), (0.05, "error"))
+LEVEL_MARGIN = 0.01  # of the disk that must get free before a level is reported again: use varies by itself
 EVERY_S = 1.0
 # Between two restarts, at first and at most: a disk without inodes, or over a quota, has free bytes and is full
 # nevertheless; one that fills again while the server restarts soon has room.
@@ -118,7 +119,8 @@ class DiskWatch:
                 below_percent=round(100 * part),
                 action="make room, or make streams smaller with `penstock streams set`",
             )
-        self._reported = reached
+        rising = sum(usage.free < (part + LEVEL_MARGIN) * usage.total for part, _ in LEVELS)
+        self._reported = max(reached, min(self._reported, rising))
 
     def _met_the_end(self) -> bool:
         """Whether the server's log has reported a full disk since the last call."""
