@@ -138,7 +138,7 @@ clean:  ## remove the virtual environment and caches
 # missing, venv says so, and leaves a Python without pip.
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Penstock needs Python 3.11 or newer, and \"$(PYTHON)\" is none: name one, as in make $(MAKECMDGOALS) PYTHON=python3.13"; exit 1; }
+	  { echo "Penstock needs Python 3.11 or newer, which \"$(PYTHON)\" is not: name another, as in make $(MAKECMDGOALS) PYTHON=python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
 # torch by itself first, so that nothing else is looked for in its index. A torch that is there already stays. If the

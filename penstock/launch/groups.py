@@ -240,10 +240,12 @@ def assign(groups: Sequence[WorkerGroup], gpus: Sequence[str] | None) -> dict[st
         fix = (
             "start fewer workers, lower --tensor-parallel-size, or start some on other machines with `penstock worker`"
             if gpus
-            else "name them with --gpus as in CUDA_VISIBLE_DEVICES, or let the engines choose with --gpus none"
+            else "start it on a machine that has them, or add --gpus none if the engine was built for CPUs"
         )
         available = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
-        raise PlanError(f"{total} GPUs are needed ({', '.join(needs)}), {available}: {fix}")
+        raise PlanError(
+            f"{total} GPU{' is' if total == 1 else 's are'} needed ({', '.join(needs)}), {available}: {fix}"
+        )
     return assigned | {name: (unassigned[index % len(unassigned)],) for index, name in enumerate(sharing) if unassigned}
 
 

@@ -254,7 +254,7 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
             console.file.write(msgspec.json.encode(key_store.public(key, now_ns)).decode() + "\n")
         return
     if not keys:
-        console.print("no key is valid" if not args.all else "there are no keys")
+        console.print("there are no keys" if args.all else "there are no valid keys; --all also shows others")
         return
     table = Table(box=None, pad_edge=False)
     numbers = ("rpm", "tpm", "monthly", "at a time")

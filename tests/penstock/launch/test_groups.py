@@ -184,7 +184,7 @@ def test_the_override_decides_over_file_and_flag() -> None:
 def test_too_few_gpus_name_what_is_needed_and_what_to_do() -> None:
     with pytest.raises(PlanError, match=r"8 GPUs are needed \(1 x prefill with 4, 1 x decode with 4\), 6 may be used"):
         workers(recipe="gpt-oss-120b", gpus=tuple("012345"))
-    with pytest.raises(PlanError, match=r"none is seen here: name them with --gpus.*or let the engines choose"):
+    with pytest.raises(PlanError, match=r"^1 GPU is needed .*, none is seen here: start it on .*--gpus none"):
         workers(engine="vllm", gpus=())
     with pytest.raises(PlanError, match="lower --tensor-parallel-size"):  # pictures need one of their own
         workers(engine="trtllm", diffusion=1, diffusion_model="d", workers=1, gpus=("0",))
