@@ -263,14 +263,16 @@ def _special_text(asked: Asked | None, tools: Sequence[Tool], context: PrepareCo
 def asked_of_content(body: ChatCompletionRequest | CompletionRequest) -> Asked | None:
     """What the content must match, and the field that says so.
 
+    Several fields may say the same: clients write a constraint under each name that some server's version knows.
+
     Raises:
-        ServingError: several fields do.
+        ServingError: several fields say different things.
     """
     found = [
         *_from_response_format(body), *_from_structured_outputs(body), *_from_guided(body), *_from_other_names(body)
     ]  # fmt: skip
-    if len(found) > 1:
-        (first, _), (second, _) = found[:2]
+    if second := next((field for field, constraint in found if constraint != found[0][1]), ""):
+        first = found[0][0]
         raise invalid(second, f"{second} and {first} are given; the output can match only one of them")
     return found[0] if found else None
 

@@ -44,6 +44,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json_schema", SCHEMA),
         ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
         ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"json_schema": SCHEMA, "response_format": named(SCHEMA)}, "json_schema", SCHEMA),
+        ({"guided_choice": ["yes", "no"], "structured_outputs": {"choice": ["yes", "no"]}}, "choice", ["yes", "no"]),
     ],
 )
 def test_every_spelling_of_a_schema_or_choice_gives_the_constraint(
@@ -65,6 +67,11 @@ def test_every_spelling_of_a_schema_or_choice_gives_the_constraint(
         ({"regex": r"\d+"}, Constraint("regex", r"\d+")),
         ({"ebnf": 'root ::= "a"'}, Constraint("grammar", 'root ::= "a"')),
         ({"grammar": 'root ::= "a"'}, Constraint("grammar", 'root ::= "a"')),
+        # As the client guidance writes it, for any version of vLLM.
+        (
+            {"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}},
+            Constraint("grammar", 'start: "a"'),
+        ),
     ],
 )
 def test_expressions_and_grammars_are_passed_on(
@@ -84,6 +91,7 @@ def test_without_a_constraint_nothing_is_asked_of_workers(context: PrepareContex
     ("options", "field", "says"),
     [
         ({"response_format": named(SCHEMA), "guided_regex": "a"}, "guided_regex", "only one"),
+        ({"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": "b"}}, "guided_grammar", "only one"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "only one"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "jsn"),
