@@ -383,6 +383,9 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     reasoning_effort: (
         Annotated[str, Meta(pattern=_WORD, description="passed to the chat template; none: do not think")] | None
     ) = None
+    verbosity: Annotated[Literal["low", "medium", "high"], Meta(description="passed to the chat template")] | None = (
+        None
+    )
     thinking: ThinkingSwitch | None = None
     reasoning: Annotated[ReasoningOptions | bool | None, Meta(description="as OpenRouter takes it")] = None
     think: Annotated[str, Meta(pattern=_WORD, description="as Ollama takes it: whether, or how much")] | bool | None = (

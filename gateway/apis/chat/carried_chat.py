@@ -45,8 +45,11 @@ def carried_chat(body: ChatCompletionRequest, max_tokens: int | None) -> bytes:
             raise unsupported(name, f"{name} is not supported: this model's server makes the prompt; leave it out")
     chat: dict[str, Any] = {"messages": [_message(number, each) for number, each in enumerate(body.messages)]}
     chat |= {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
-    if (thinks := thinking_variables(body.thinking)) is not None:
-        chat["chat_template_kwargs"] = {**thinks, **chat.get("chat_template_kwargs", {})}
+    variables = thinking_variables(body.thinking) or {}
+    if body.verbosity is not None:
+        variables["verbosity"] = body.verbosity
+    if variables:
+        chat["chat_template_kwargs"] = {**variables, **chat.get("chat_template_kwargs", {})}
     if max_tokens is not None:
         chat["max_tokens"] = max_tokens
     if body.tools:

@@ -615,6 +615,8 @@ def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]]
     variables = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, **variables}
+    if body.verbosity is not None:
+        variables = {"verbosity": body.verbosity, **variables}
     switch = body.thinking or (NO_THINKING if body.reasoning_effort == "none" else None)
     if (thinks := thinking_variables(switch)) is not None and variables.keys().isdisjoint(thinks):
         variables = {**thinks, **variables}

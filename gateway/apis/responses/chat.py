@@ -340,7 +340,8 @@ def chat_of(body: ResponsesRequest, history: Sequence[Turn] = ()) -> TranslatedC
         top_logprobs=body.top_logprobs if logprobs else None,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         response_format=_format(body),
-        chat_template_kwargs=_variables(body),
+        verbosity=body.text.verbosity if body.text is not None else None,
+        chat_template_kwargs=body.chat_template_kwargs,
         user=body.user or body.safety_identifier,
         service_tier=body.service_tier,
         no_store=not body.kept,
@@ -377,11 +378,3 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
     if given.type != "json_schema":
         return ResponseFormat(given.type)
     return ResponseFormat(given.type, SchemaFormat(given.name, given.schema, given.strict, given.description))
-
-
-def _variables(body: ResponsesRequest) -> dict[str, Any] | None:
-    """Variables of the chat template."""
-    verbosity = body.text.verbosity if body.text is not None else None
-    if verbosity is None:
-        return body.chat_template_kwargs
-    return {"verbosity": verbosity, **(body.chat_template_kwargs or {})}

@@ -49,6 +49,8 @@ def test_what_the_client_gave_is_carried_and_what_it_left_open_is_not(carrying: 
     assert json.loads(request.chat) == {
         "messages": HI, "temperature": 0.3, "tools": [TOOL], "tool_choice": "required", "reasoning_effort": "low"
     }  # fmt: skip
+    brief = json.loads(prepared(carrying, verbosity="low", thinking={"type": "disabled"}).chat)
+    assert brief["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False, "verbosity": "low"}
     assert [each.name for each in request.sampling.logits_processors] == [CARRIED_CHAT]
     assert (request.constraint, request.n, bool(request.prompt)) == (None, 2, True)
     limited = prepared(carrying, max_completion_tokens=7, logit_bias={"4000000": 5}, stop_token_ids=[4_000_000])

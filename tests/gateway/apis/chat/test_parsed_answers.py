@@ -517,15 +517,16 @@ def test_a_stop_string_does_not_see_the_marks_of_calls(special: PrepareContext) 
         assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
 
 
-def test_the_template_gets_the_reasoning_effort(tmp_path: Path) -> None:
-    template = "{{ messages[0].content }} {{ reasoning_effort }}"
+@pytest.mark.parametrize("name", ["reasoning_effort", "verbosity"])
+def test_the_template_gets_how_much_the_model_thinks_and_says(tmp_path: Path, name: str) -> None:
+    template = "{{ messages[0].content }} {{ " + name + " }}"
     context = PrepareContext(modeldir.load(write(tmp_path / "m", template=template)), ("m",), "gw1")
-    for options in ({"reasoning_effort": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}}):
+    for options in ({name: "low"}, {"chat_template_kwargs": {name: "low"}, name: "high"}):
         tokens = request(context, **options).prompt
         ids = [int.from_bytes(tokens[at : at + 4], "little") for at in range(0, len(tokens), 4)]
         assert context.model.tokenizer.decode(ids) == "hi low"
-    with pytest.raises(ServingError, match="reasoning_effort"):
-        request(context, reasoning_effort="<image>")
+    with pytest.raises(ServingError, match=name):
+        request(context, **{name: "<image>"})
 
 
 def test_marks_behind_the_last_one_that_counts_are_text_in_a_stream_too(demo: PrepareContext) -> None:
