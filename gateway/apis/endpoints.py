@@ -78,7 +78,7 @@ _BODY_TYPES: dict[str, type[msgspec.Struct]] = {
 }
 # What these hold is not an option, or is passed on whole.
 _CONTENT = frozenset({"messages", "input", "system", "prompt"})
-_HARMLESS_WITHIN = frozenset({"cache_control"})  # of Anthropic's tools
+_HARMLESS_WITHIN = frozenset({"cache_control", "eager_input_streaming"})  # of Anthropic's tools: both are always so
 _DEEPEST = 4  # levels of options within options
 
 Known = dict[str, "Known | None"]  # option -> the options within it; None: none are known, or it has none

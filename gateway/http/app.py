@@ -159,9 +159,9 @@ _json = msgspec.json.encode
 
 
 async def send_message_error(send: asgi.Send, error: ServingError, request_id: str = "") -> None:
-    name = (request_id or new_request_id()).encode()
-    body = _json(message_error(error, request_id))
-    await send_refusal(send, error, messages_status(error.code), body, [(asgi.REQUEST_ID, name), (b"request-id", name)])
+    request_id = request_id or new_request_id()
+    names = [(name, request_id.encode()) for name in (asgi.REQUEST_ID, b"request-id")]
+    await send_refusal(send, error, messages_status(error.code), _json(message_error(error, request_id)), names)
 
 
 log = structlog.get_logger("gateway")

@@ -44,6 +44,7 @@ def test_only_what_no_api_knows_is_unknown(endpoint: str) -> None:
         (MESSAGE, {"thinking": {"type": "enabled", "display": "omitted"}, "output_config": {"format": {"a": 1}}},
          ["thinking.display", "output_config.format.a"]),
         (MESSAGE, {"tools": [{"name": "a", "cache_control": {}, "input_examples": []}]}, ["tools[0].input_examples"]),
+        (MESSAGE, {"tools": [{"name": "a", "eager_input_streaming": True}]}, []),
         (MESSAGE, {"context_management": {"edits": [{"type": "a"}, {"type": "a", "when": 1}]}},
          ["context_management.edits[1].when"]),
     ],

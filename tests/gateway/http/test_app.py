@@ -1,11 +1,13 @@
 """What clients of other servers are told, and the models as each API lists them."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from penstock.gateway.apis.messages.objects import PAGE_LIMITS, MessagesModel
 from penstock.gateway.base.request_bodies import page_of
-from penstock.gateway.http.app import ELSEWHERE, no_endpoint
+from penstock.gateway.http.app import ELSEWHERE, no_endpoint, send_message_error
 from penstock.gateway.http.openapi import OPERATIONS
 from penstock.schemas.errors import Code, ServingError
 from tests.gateway.access.test_routes import exchange
@@ -50,6 +52,17 @@ async def test_below_messages_and_for_clients_of_anthropics_errors_have_their_fo
     status, answered, data = await exchange("/v1/messages", *headers)
     assert (status, answered[b"allow"]) == (405, b"POST")
     assert msgspec.json.decode(data)["error"]["type"] == "invalid_request_error"
+
+
+async def test_an_error_in_anthropics_form_names_its_request_also_where_none_is_stored() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await send_message_error(send, ServingError(Code.model_not_found, "no"))
+    names = dict(sent[0]["headers"])
+    assert msgspec.json.decode(sent[1]["body"])["request_id"].encode() == names[b"request-id"] == names[b"x-request-id"]
 
 
 def test_nothing_that_is_served_is_called_unsupported_and_each_refusal_says_what_to_do() -> None:
