@@ -45,6 +45,7 @@ class ChatLogprob(Struct, frozen=True):
 
 class ChatLogprobs(Struct, frozen=True):
     content: list[ChatLogprob]
+    refusal: None = None  # OpenAI's schema requires it
 
 
 class TextLogprobs(Struct, frozen=True):

@@ -13,7 +13,7 @@ from penstock.gateway.apis.chat.segments import WholeAnswer
 from penstock.gateway.apis.responses.bodies import InputItem
 from penstock.gateway.apis.responses.objects import DeletedResponse, InputItemList
 from penstock.gateway.apis.responses.objects import Response as ResponseObject
-from penstock.gateway.apis.responses.record import PREFIX, input_items, read_stored
+from penstock.gateway.apis.responses.record import PREFIX, input_items, listed_item, read_stored
 from penstock.gateway.apis.responses.render import ResponseBuilder, response
 from penstock.gateway.base.request_bodies import RESPONSE, invalid, page_of
 from penstock.gateway.http.answers import JSON, HttpExchange, Responder, answer_text, id_headers, send_error
@@ -154,7 +154,7 @@ class StoredResponses:
             items += [*input_items(turn.id, turn.input), *turn.output]
         items += input_items(PREFIX + found.request.id, stored.body.input or ())
         page = page_of(items[::-1], request.query_params, default=PAGE, most=MOST)
-        return _reply(_json(InputItemList(**page._asdict())))
+        return _reply(_json(InputItemList(**page._asdict() | {"data": [listed_item(item) for item in page.data]})))
 
     async def _find(self, request: Request, *, deleted: bool = False) -> StoredRequest:
         """

@@ -213,7 +213,7 @@ class AnswerAggregator:
         if not self._state.is_chat:
             return self._in_slices(encode_fields(self._logprobs.completion(entries)))
         content = encode_list(self._logprobs.chat(token, logprob) for token, logprob, _ in entries)
-        return self._in_slices([b'{"content":', *content, b"}"])
+        return self._in_slices([b'{"content":', *content, b',"refusal":null}'])
 
     def _in_slices(self, slices: list[bytes]) -> Any:
         """A placeholder for a struct; call it in the order in which the structs appear in the JSON."""

@@ -160,6 +160,18 @@ def input_items(response_id: str, given: str | Sequence[InputItem]) -> list[Inpu
     ]
 
 
+def listed_item(item: InputItem) -> dict[str, Any]:
+    """An item with the fields that OpenAI's schema requires in a list, whether or not its client sent them."""
+    shown: dict[str, Any] = msgspec.to_builtins(item)
+    if isinstance(parts := shown.get("content"), list):
+        shown["content"] = [_REQUIRED.get(part["type"], {}) | part for part in parts]
+    return shown
+
+
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "output_text": {"annotations": [], "logprobs": []},
+    "input_image": {"detail": "auto"},
+}
 _INPUT_PREFIX = {
     "function_call": "fc",
     "function_call_output": "fco",

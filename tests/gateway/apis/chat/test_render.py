@@ -284,7 +284,9 @@ def test_chat_logprobs_come_with_every_token_of_the_content_also_with_parts_of_o
     assert text_of(parsed) == "Grüße 🦊"
     collector = AnswerAggregator(asked, model.detokenizer)
     collector.push(items)
-    assert json.loads(collector.response())["choices"][0]["logprobs"]["content"] == entries
+    whole = json.loads(collector.response())["choices"][0]["logprobs"]
+    assert whole == {"content": entries, "refusal": None}
+    assert parsed[1][1]["choices"][0]["logprobs"].keys() == whole.keys()
 
 
 def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, context: PrepareContext) -> None:

@@ -12,6 +12,7 @@ from penstock.gateway.apis.responses.record import (
     check_turns,
     encode_stored,
     input_items,
+    listed_item,
     read_stored,
     turn_of,
 )
@@ -143,3 +144,17 @@ def test_listed_input_has_ids_types_and_statuses() -> None:
         assert len({item.id for item in items}) == len(items)
     assert input_items("resp_1", given)[0].content == [InputPart("input_text", text="a")]
     assert input_items("resp_1", given)[1].id == "mine"
+
+
+def test_listed_parts_have_the_fields_that_the_schema_requires() -> None:
+    parts = [
+        InputPart("output_text", text="a"),
+        InputPart("input_text", text="b"),
+        InputPart("input_image", file_id="c"),
+    ]
+    assert listed_item(InputItem("message", "m", "assistant", parts))["content"] == [
+        {"type": "output_text", "text": "a", "annotations": [], "logprobs": []},
+        {"type": "input_text", "text": "b"},
+        {"type": "input_image", "file_id": "c", "detail": "auto"},
+    ]
+    assert listed_item(InputItem("reasoning", "r", summary=[])) == {"type": "reasoning", "id": "r", "summary": []}
