@@ -329,14 +329,15 @@ def _tools(given: Sequence[MessageTool], references: Set[str]) -> tuple[list[dic
     places: dict[str, str] = {}
     left_out = {tool.type for tool in given if tool.type is not None and tool.type.startswith(LEFT_OUT)}
     searched = any(kind.startswith(SEARCHES_TOOLS) for kind in left_out)
-    if not any(tool.type in (None, "custom") for tool in given):
+    if not any(tool.type in (None, "custom") or tool.input_schema is not None for tool in given):
         left_out = set()
     for number, tool in enumerate(given):
         at = f"tools[{number}]"
         if tool.type in left_out or (tool.defer_loading and not searched and tool.name not in references):
             continue
-        if tool.type not in (None, "custom"):
-            raise unsupported(f"{at}.type", f"{at}: tools of type {tool.type[:40]!r} are not supported; use 'custom'")
+        if tool.type not in (None, "custom") and tool.input_schema is None:
+            known = "use 'custom', or send its input_schema"
+            raise unsupported(f"{at}.type", f"{at}: tools of type {tool.type[:40]!r} are not supported; {known}")
         if tool.input_schema is None:
             raise invalid(f"{at}.input_schema", f"{at}.input_schema is missing")
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}

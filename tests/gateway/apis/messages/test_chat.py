@@ -159,6 +159,16 @@ def test_tools_that_anthropics_servers_run_are_left_out_beside_others() -> None:
     assert [tool["function"]["name"] for tool in chat(**asked).tools or ()] == ["later", "get_weather"]
 
 
+def test_a_tool_of_anthropics_is_like_others_if_its_schema_is_given() -> None:
+    bash: dict[str, Any] = {"type": "bash_20250124", "name": "bash"}
+    with pytest.raises(ServingError, match="use 'custom', or send its input_schema"):
+        chat(tools=[bash])
+    schema = {"type": "object", "properties": {"command": {"type": "string"}}}
+    asked = [{"type": "web_search_20250305", "name": "web_search"}, {**bash, "input_schema": schema}]
+    (tool,) = chat(tools=asked).tools or ()
+    assert tool["function"] == {"name": "bash", "parameters": schema}
+
+
 def test_a_format_becomes_a_constraint() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     constraint = prepared(output_config={"format": {"type": "json_schema", "schema": schema}}).constraint
