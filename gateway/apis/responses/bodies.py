@@ -87,6 +87,9 @@ class ToolNames:
                 taken.add(shown)
             self._shown[namespace, name] = shown
             self._own[shown] = (namespace, name)
+        for namespace, name in self._shown:  # models also write the namespace in front
+            for spelled in (f"{namespace}.{name}", f"{namespace}__{name}") if namespace else ():
+                self._own.setdefault(spelled, (namespace, name))
 
     def shown(self, namespace: str | None, name: str) -> str:
         """The name that the model knows. A function that is no longer offered keeps its own."""
@@ -241,13 +244,17 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The reverse of ``custom_arguments``. Incomplete or unexpected arguments are returned unchanged."""
+    """The reverse of ``custom_arguments``, whatever the model called the text.
+
+    Incomplete or unexpected arguments are returned unchanged.
+    """
     try:
         value = decode_json(msgspec.json.decode, arguments.encode())
     except (msgspec.DecodeError, RecursionError):
         return arguments
-    text = value.get(_INPUT) if isinstance(value, dict) else value
-    return text if isinstance(text, str) else arguments
+    if isinstance(value, dict):
+        value = value.get(_INPUT) if len(value) != 1 else next(iter(value.values()))
+    return value if isinstance(value, str) else arguments
 
 
 def _inner(tool: dict[str, Any]) -> list[dict[str, Any]]:
@@ -314,9 +321,9 @@ class InputPart(Struct, frozen=True, omit_defaults=True):
 class InputItem(Struct, frozen=True, omit_defaults=True):
     """``type``: "message" (the default), "function_call", "function_call_output", "reasoning" or "compaction".
 
-    "custom_tool_call" and "custom_tool_call_output" belong to a tool that takes text, its ``input``. The ``tools`` of
-    "additional_tools" and "tool_search_output" are offered like those of the body. "item_reference" stands for the item
-    of a stored response that has this ``id``.
+    "custom_tool_call" and "custom_tool_call_output" belong to a tool that takes text, its ``input``. An "agent_message"
+    from another agent is read as the user's. The ``tools`` of "additional_tools" and "tool_search_output" are offered
+    like those of the body. "item_reference" stands for the item of a stored response that has this ``id``.
     """
 
     type: str | None = None

@@ -121,6 +121,12 @@ class ResponsesConversation:
         match item.type or "message":
             case "message":
                 self._message(item, at)
+            case "agent_message":
+                content = item.content
+                if isinstance(content, list):  # what is encrypted, only another server can read
+                    content = [part for part in content if part.type != "encrypted_content"]
+                if content:
+                    self._append(ChatMessage("user", _content(content, f"{at}.content")), at)
             case "function_call" | "custom_tool_call" as kind:
                 name = self._names.shown(item.namespace, needed(item.name, f"{at}.name"))
                 arguments = item.arguments if kind == "function_call" else custom_arguments(item.input or "")
@@ -128,12 +134,12 @@ class ResponsesConversation:
                 self._calls.add(call.id or "")
                 self._grow(at, ChatMessage("assistant", None, tool_calls=[call]))
             case "function_call_output" | "custom_tool_call_output":
-                content = _content(item.output, f"{at}.output")
+                result = _content(item.output, f"{at}.output")
                 call_id = needed(item.call_id, f"{at}.call_id")
                 if call_id not in self._calls:
                     known = "send its function_call too, or continue its response with previous_response_id"
                     raise invalid(f"{at}.call_id", f"{at}.call_id {call_id[:80]!r} is of no call before it: {known}")
-                self._append(ChatMessage("tool", content, tool_call_id=call_id), at, f"{at}.output")
+                self._append(ChatMessage("tool", result, tool_call_id=call_id), at, f"{at}.output")
             case "reasoning":
                 parts = item.content if isinstance(item.content, list) else []
                 text = "".join(part.text or "" for part in parts or item.summary or ())
@@ -377,4 +383,6 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
         return None
     if given.type != "json_schema":
         return ResponseFormat(given.type)
+    if given.schema is None:
+        raise invalid("text.format.schema", "text.format.schema is missing; it must be a JSON schema (an object)")
     return ResponseFormat(given.type, SchemaFormat(given.name, given.schema, given.strict, given.description))

@@ -117,6 +117,13 @@ def test_items_of_one_turn_become_one_message() -> None:
     template_messages(found)  # which a chat template takes
 
 
+def test_what_another_agent_says_is_read_as_the_users() -> None:
+    said: dict[str, Any] = {"type": "agent_message", "author": "/root/probe", "recipient": "/root"}
+    sealed = {"type": "encrypted_content", "encrypted_content": "x"}
+    given = [{**said, "content": [sealed, {"type": "input_text", "text": "Done."}]}, {**said, "content": [sealed]}]
+    assert messages(given) == [ChatMessage("user", [ContentPart("text", "Done.")])]
+
+
 def test_a_summary_stands_for_reasoning_that_was_left_out() -> None:
     item = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "In short."}]}
     assert messages([item, {"role": "user", "content": "go on"}])[0].reasoning_content == "In short."
@@ -233,6 +240,7 @@ def test_a_turn_that_does_not_fit_alone_is_refused_with_truncation_too() -> None
         ({"max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"reasoning": {"effort": "a b"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"a": [[[]]] * 50_000}}}},
          "text.format.schema"),
         ({"include": ["everything"]}, "include[0]"),

@@ -133,9 +133,7 @@ def test_a_call_of_a_function_in_a_namespace_names_both() -> None:
 PATCH = '*** Begin Patch\n+ "a\u2028b"\n*** End Patch'
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"), [({"input": PATCH}, PATCH), ({"patch": "x"}, '{"patch": "x"}'), (PATCH, PATCH)]
-)
+@pytest.mark.parametrize(("arguments", "text"), [({"input": PATCH}, PATCH), ({"patch": "x"}, "x"), (PATCH, PATCH)])
 def test_a_call_of_a_custom_tool_has_its_text(arguments: Any, text: str) -> None:
     made = asked(tools=[{"type": "custom", "name": "apply_patch"}, *TOOLS])
     said = json.dumps({"name": "apply_patch", "arguments": arguments})

@@ -7,6 +7,7 @@ from penstock.gateway.apis.responses.bodies import (
     ToolNames,
     chat_tools,
     check_count,
+    custom_input,
     input_rules,
     left_out,
     parse_response,
@@ -33,6 +34,17 @@ def test_a_function_of_a_namespace_keeps_its_name_unless_another_has_it() -> Non
     for namespace, name in (("", "run"), ("a", "find"), ("a", "run"), ("b", "find")):
         assert names.own(names.shown(namespace, name)) == (namespace, name)
     assert ToolNames([space("a", function("find"))]).shown("a", "find") == "find"
+
+
+def test_a_model_may_write_the_namespace_in_front_of_a_name() -> None:
+    custom = {"type": "custom", "name": "patch"}
+    names = ToolNames([function("a__run"), space("a", function("find"), function("run"), custom)])
+    for written in ("find", "a.find", "a__find"):
+        assert names.own(written) == ("a", "find")
+    assert names.own("a__run") == ("", "a__run"), "a function of this name goes before"
+    assert names.own("a.run") == ("a", "run")
+    assert names.kind("a.patch") == "custom"
+    assert names.own("b.find") == ("", "b.find")
 
 
 def test_no_two_functions_have_one_name_whatever_namespaces_are_called() -> None:
@@ -157,6 +169,14 @@ def test_what_another_server_ran_is_left_out_of_the_history() -> None:
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
     body = parse_response(msgspec.json.encode({"model": "m", "input": [search, {"role": "user", "content": "hi"}]}))
     assert [each.role for each in chat_of(body).body.messages] == ["user"]
+
+
+def test_the_text_of_a_custom_tool_is_found_whatever_the_model_calls_it() -> None:
+    for arguments in ('{"input": "*** Begin"}', '{"patch": "*** Begin"}', '"*** Begin"', "*** Begin"):
+        assert custom_input(arguments) == "*** Begin"
+    assert custom_input('{"input": "a", "note": "b"}') == "a"
+    for unclear in ('{"a": "b", "c": "d"}', '{"a": 1}', "{}", '{"a": "b'):
+        assert custom_input(unclear) == unclear
 
 
 def test_a_custom_tool_is_a_function_of_one_text_and_its_grammar_is_told() -> None:
