@@ -289,6 +289,11 @@ def schema_metadata(messages: tuple[str, ...], encoding: str = MSGPACK) -> dict[
     return {"metadata": {ENCODING: encoding, SCHEMA: " ".join(messages)}} if messages else {}
 
 
+# The server's defaults, named so that `streams apply` takes back a limit that somebody has set. With one, a stream
+# would refuse records, or discard requests that no router has read.
+UNLIMITED = {"max_msgs": -1, "max_msgs_per_subject": -1, "max_msg_size": -1}
+
+
 def common_config(name: str, subjects: tuple[str, ...], max_bytes: int, replicas: int) -> dict[str, Any]:
     """What all streams have, those behind buckets included."""
     return {
@@ -298,6 +303,7 @@ def common_config(name: str, subjects: tuple[str, ...], max_bytes: int, replicas
         "storage": "file",
         "discard": "old",
         "max_bytes": max_bytes,
+        **UNLIMITED,
         "num_replicas": replicas,
         "allow_direct": True,
     }

@@ -326,25 +326,33 @@ async def _apply_stream(nc: Client, config: Config) -> list[str]:
     return [f"updated {name}: {', '.join(changed)}"]
 
 
-async def begins_too_late(nc: Client, info: Config) -> bool:
-    """Whether a consumer never delivers messages that were stored after it was made, for they are before its start.
-
-    It was made for a position in a stream that was lost since; the stream of that name begins again at 1.
+async def begins_beyond(nc: Client, info: Config) -> bool:
+    """Whether a consumer begins behind the end of its stream: at a position in a stream that was lost since.
 
     Args:
         info: what the JetStream API says of the consumer.
     Raises:
         BrokerProblem: the server does not answer.
     """
-    last = info["config"].get("opt_start_seq", 0) - 1
+    last: int = info["config"].get("opt_start_seq", 0) - 1
     if last < 1:
         return False
-    stream = info["stream_name"]
-    state = (await request(nc, f"STREAM.INFO.{stream}", {}))["state"]
-    if state["last_seq"] < last:
+    end: int = (await request(nc, f"STREAM.INFO.{info['stream_name']}", {}))["state"]["last_seq"]
+    return last > end
+
+
+async def _begins_too_late(nc: Client, info: Config) -> bool:
+    """Whether a consumer never delivers messages that were stored after it was made, for they are before its start.
+
+    Also when the stream, which begins again at 1, has reached that position. To see this, a message is read.
+    """
+    if await begins_beyond(nc, info):
         return True
+    last: int = info["config"].get("opt_start_seq", 0) - 1
+    if last < 1:
+        return False
     try:
-        found = await request(nc, f"STREAM.MSG.GET.{stream}", {"seq": last})
+        found = await request(nc, f"STREAM.MSG.GET.{info['stream_name']}", {"seq": last})
     except BrokerProblem:  # it has been deleted
         return False
     return parse_time(found["message"]["time"]) > parse_time(info["created"])
@@ -354,7 +362,7 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     label = f"{spec.stream}.{spec.name}"
     info = await existing_info(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
     config = config_of(spec)
-    if info is not None and await begins_too_late(nc, info):  # where it begins cannot be changed
+    if info is not None and await _begins_too_late(nc, info):  # where it begins cannot be changed
         await request(nc, f"CONSUMER.DELETE.{label}", {})
         await _create_consumer(nc, label, {"stream_name": spec.stream, "config": config})
         return [f"replaced {label}: it passed over messages before {info['config']['opt_start_seq']}"]

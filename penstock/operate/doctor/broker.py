@@ -17,7 +17,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.nats_server.apply_streams import changed_by, check, stream_configs, widened
-from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, request
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, existing_info, request
 from penstock.infra.nats_server.retention import StreamUse, uses
 from penstock.log_tools.sources.data_folder import STREAMS_DIR
 from penstock.log_tools.sources.store_files import Damage, can_verify_much, check_files
@@ -95,24 +95,30 @@ async def check_broker(bus: Bus, cells: int = 1) -> list[CheckResult]:
 
 async def _streams(bus: Bus, expected: Topology) -> CheckResult:
     """Whether all streams and consumers are there, as this release wants them."""
-    missing, other = [], []
+    missing, other, paused = [], [], []
     for config in stream_configs(expected):
         existing = await existing_config(bus.nc, f"STREAM.INFO.{config['name']}", STREAM_NOT_FOUND)
         if existing is None:
             missing.append(config["name"])
         else:
             changed = changed_by(widened(existing, config), existing, config)
-            other += [config["name"]] if changed else []
+            other += [f"{config['name']} ({', '.join(changed)})"] if changed else []
     for consumer in expected.consumers:
+        if consumer.stream in missing:
+            continue
         label = f"{consumer.stream}.{consumer.name}"
-        if consumer.stream not in missing and not await existing_config(
-            bus.nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND
-        ):
+        info = await existing_info(bus.nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
+        if info is None:
             missing.append(label)
+        elif info.get("paused"):
+            paused.append(f"{consumer.stream} {consumer.name}")
     if missing:
         return problem("streams", f"missing: {', '.join(missing)}", APPLY)
+    if paused:
+        fix = "resume each with NATS's own tool: `nats consumer resume STREAM CONSUMER`"
+        return problem("streams", f"paused, so that nobody gets their messages: {', '.join(paused)}", fix)
     if other:
-        return warning("streams", f"of an earlier release: {', '.join(other)}", APPLY)
+        return warning("streams", f"not as this release makes them: {', '.join(other)}", APPLY)
     return ok("streams", "all there")
 
 

@@ -15,8 +15,8 @@ from penstock.cli.figures import counted, show_size, span
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.infra.nats_server.apply_streams import begins_too_late
-from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_info, request
+from penstock.infra.nats_server.apply_streams import begins_beyond
+from penstock.infra.nats_server.jetstream_api import existing_info, request
 from penstock.infra.process.sockets import is_loopback
 from penstock.launch.readiness import SAMPLE, get, get_url, metrics
 from penstock.launch.state import DeploymentState
@@ -41,7 +41,8 @@ from penstock.schemas.routers import LostLeases
 FULL = 0.95
 LOST_WITHIN_NS = 7 * 86_400_000_000_000  # how old a gateway's entry may be that the keys are lost
 LONG_STEP_MS = 1_000
-UNREAD_S = 30.0  # a request that no router has taken for so long
+UNREAD_S = 30.0  # requests wait, and no router has taken one for so long
+LOOK_S = 1.0
 FREE = 0.01  # of a GPU's memory: the next allocation may fail
 UNUSED_BYTES = 1 << 30  # a CUDA context takes about half of that
 BUSY_PERCENT = 50  # of a GPU whose workers have nothing to do
@@ -255,27 +256,27 @@ async def check_fleet(bus: Bus, state: DeploymentState | None, cell: int = 0) ->
 async def _routers(bus: Bus) -> list[CheckResult]:
     stream = bus.subjects.stream("REQUESTS")
     pulls = held = unread = 0
-    oldest_s = 0.0
+    untaken_s = 0.0
     for priority in CLASSES:
         info = await existing_info(bus.nc, f"CONSUMER.INFO.{stream}.router-{priority}", CONSUMER_NOT_FOUND)
         if info is None:
             text = f"consumer router-{priority} of {stream} is missing, so no router reads its requests"
             return [problem("router", text, "make it again: `penstock streams apply`")]
-        if await begins_too_late(bus.nc, info):
+        if await begins_beyond(bus.nc, info):
             text = (
                 f"consumer router-{priority} of {stream} begins at {info['config']['opt_start_seq']}, a position in a "
                 "stream that was lost, so no router reads the requests before"
             )
             return [problem("router", text, "replace it: `penstock streams apply`")]
-        oldest_s = max(oldest_s, await _unread_s(bus, info))
+        untaken_s = max(untaken_s, await _untaken_s(bus, info))
         pulls += info.get("num_waiting", 0)
         held += info["num_ack_pending"]
         unread += info["num_pending"]
     if not pulls:
         text = "no router takes requests" + (f"; {unread} wait" if unread else "")
         return [problem("router", text, "start one: `penstock router`")]
-    if oldest_s > UNREAD_S:
-        text = f"no router has taken {counted(unread, 'request')}, the oldest for {span(oldest_s * 1e3)}"
+    if untaken_s:
+        text = f"{counted(unread, 'request')} unread: routers have taken none of a class for {span(untaken_s * 1e3)}"
         fix = (
             "add workers if routers hold as many as they may (`penstock top`); if not, look in their logs for "
             "`pull_refused` and `pull_failed`, and restart them"
@@ -285,16 +286,23 @@ async def _routers(bus: Bus) -> list[CheckResult]:
     return [ok("router", f"requests are taken{waiting}")]
 
 
-async def _unread_s(bus: Bus, info: dict[str, Any]) -> float:
-    """For how long the oldest message that a consumer has not delivered has been stored; 0: there is none."""
+async def _untaken_s(bus: Bus, info: dict[str, Any]) -> float:
+    """For how long a consumer has delivered nothing although messages wait, if longer than ``UNREAD_S``; else 0.
+
+    The messages themselves are not looked at: a viewer may not read them.
+    """
     if not info["num_pending"]:
         return 0.0
-    query = {"seq": info["delivered"]["stream_seq"] + 1, "next_by_subj": info["config"]["filter_subject"]}
-    try:
-        found = await request(bus.nc, f"STREAM.MSG.GET.{info['stream_name']}", query)
-    except BrokerProblem:  # it has just been deleted
+    label = f"{info['stream_name']}.{info['name']}"
+    state = (await request(bus.nc, f"STREAM.INFO.{info['stream_name']}", {}))["state"]
+    last = info["delivered"].get("last_active") or state["last_ts"]
+    untaken_s = (bus.clock.now_ns() - parse_time(last)) / 1e9
+    if untaken_s <= UNREAD_S:
         return 0.0
-    return max(0.0, (bus.clock.now_ns() - parse_time(found["message"]["time"])) / 1e9)
+    await asyncio.sleep(LOOK_S)  # what has come just now, after a pause, is delivered meanwhile
+    later = await existing_info(bus.nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
+    stands = later is not None and later["delivered"]["stream_seq"] == info["delivered"]["stream_seq"]
+    return untaken_s if stands else 0.0
 
 
 def check_workers(workers: Sequence[Registration]) -> list[CheckResult]:

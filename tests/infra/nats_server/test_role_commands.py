@@ -13,6 +13,7 @@ from penstock.cli import commands
 from penstock.infra.bus.connection import Bus, connect
 from penstock.infra.bus.direct_get import stream_end
 from penstock.infra.nats_server import permissions
+from penstock.infra.nats_server.jetstream_api import request as ask_broker
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.log_tools.sources.open_log import LogSource, open_log, running
 from penstock.log_tools.traces.follow import PositionStore, TracePosition, begin
@@ -214,6 +215,16 @@ async def test_doctor_needs_no_more_than_a_viewer(bus: Bus, tmp_path: Path) -> N
         CheckStatus.ok,
     )
     assert found["router"] is CheckStatus.problem, "none runs, which can be seen"
+    await accept(bus)
+    stream = bus.subjects.stream("REQUESTS")
+    config = (await ask_broker(bus.nc, f"CONSUMER.INFO.{stream}.router-standard", {}))["config"]
+    await bus.js.delete_consumer(stream, "router-standard")
+    again = {"stream_name": stream, "config": config | {"deliver_policy": "by_start_sequence", "opt_start_seq": 2}}
+    await ask_broker(bus.nc, f"CONSUMER.CREATE.{stream}.router-standard", again)  # as a router makes it again
+    await accept(bus)
+    examined = await examine(LogSource(tmp_path, url(bus, "viewer")))
+    (seen,) = (each for each in examined.findings if each.check == "router")
+    assert seen.what == "no router takes requests; 1 wait", "messages themselves may not be read"
     refused = await examine(LogSource(tmp_path, url(bus, "keys")))
     assert any("the role viewer or operator" in finding.what for finding in refused.findings)
 

@@ -94,9 +94,10 @@ async def test_a_consumer_that_passes_over_requests_is_named_and_replaced(
             await ask_broker(nc, f"CONSUMER.CREATE.{stream}.{spec.name}", {"stream_name": stream, "config": config})
     asked = [request() for _ in range(3 if reached else 1)]
     await clients.ask(*asked)
-    found = await finding(clients)
-    assert (found.status, found.fix) == (CheckStatus.problem, "replace it: `penstock streams apply`")
-    assert "begins at 3" in found.what
+    if not reached:  # from then on, only who may read messages sees it
+        found = await finding(clients)
+        assert (found.status, found.fix) == (CheckStatus.problem, "replace it: `penstock streams apply`")
+        assert "begins at 3" in found.what
 
     assert sum(line.startswith("replaced ") for line in await apply(nc, topology(pipeline))) == 3
     assert await apply(nc, topology(pipeline)) == []
@@ -117,7 +118,7 @@ async def test_requests_that_no_router_takes_although_some_run_are_named(
     assert (await finding(clients)).status is CheckStatus.ok, "it has not waited for long"
     monkeypatch.setattr(fleet, "UNREAD_S", 0.0)
     found = await finding(clients)
-    assert (found.status, found.what[:36]) == (CheckStatus.problem, "no router has taken 1 request, the o")
+    assert (found.status, found.what[:30]) == (CheckStatus.problem, "1 request unread: routers have")
 
 
 async def test_a_router_on_a_machine_whose_clock_is_ahead_reads_every_request(

@@ -22,6 +22,10 @@ from penstock.configs.settings import GatewaySettings
 from penstock.infra.bus import audit
 from penstock.infra.bus.client import BusClient
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.jetstream import STREAM_NOT_FOUND
+from penstock.infra.nats_server.apply_streams import apply
+from penstock.infra.nats_server.jetstream_api import existing_config
+from penstock.infra.nats_server.jetstream_api import request as ask_broker
 from penstock.infra.nats_server.retention import StreamUse
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.launch.nats import apply_at
@@ -57,7 +61,7 @@ from penstock.schemas import wire
 from penstock.schemas.audit import KEYS_LOST, AuditEntry
 from penstock.schemas.fleet import ConnectorUse, GpuUse, Load, Registration, WeightsState, WorkerState
 from penstock.schemas.routers import LostLeases
-from penstock.schemas.streams import GIB
+from penstock.schemas.streams import GIB, topology
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.transfer import Endpoint, Memory
 from penstock.schemas.usage import HOUR_NS, UsagePart, UsageRow
@@ -318,6 +322,29 @@ async def test_missing_streams_and_consumers_are_named_with_the_command_that_mak
     assert "HANDOFF" in finding.what
     assert "router-batch" in finding.what
     assert "penstock streams apply" in finding.fix
+
+
+async def test_a_paused_consumer_and_a_limit_that_somebody_has_set_are_named(bus: Bus) -> None:
+    """With ``nats consumer pause`` and ``nats stream edit``: requests wait, or their ends are not stored."""
+
+    async def found() -> CheckResult:
+        return next(each for each in await check_broker(bus) if each.check == "streams")
+
+    done, stream = (bus.subjects.stream(name) for name in ("DONE", "REQUESTS"))
+    config = await existing_config(bus.nc, f"STREAM.INFO.{done}", STREAM_NOT_FOUND)
+    assert config is not None
+    await ask_broker(bus.nc, f"STREAM.UPDATE.{done}", config | {"max_msg_size": 100, "max_msgs": 5})
+    finding = await found()
+    assert (finding.status, finding.what) == (
+        CheckStatus.warning,
+        f"not as this release makes them: {done} (max_msg_size, max_msgs)",
+    )
+    assert await apply(bus.nc, topology(bus.subjects)) == [f"updated {done}: max_msg_size, max_msgs"]
+    until = (datetime.now(UTC) + timedelta(minutes=1)).isoformat().replace("+00:00", "Z")
+    await ask_broker(bus.nc, f"CONSUMER.PAUSE.{stream}.router-standard", {"pause_until": until})
+    finding = await found()
+    assert finding.status is CheckStatus.problem
+    assert f"{stream} router-standard" in finding.what
 
 
 # -- what runs ----------------------------------------------------------------------------------------------------
