@@ -17,6 +17,7 @@ from penstock.infra.model.patch_grid import BadGrid, BadTiles, PatchGrid, Tiles,
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
 from penstock.infra.model.weight_files import (
     MISTRAL_PARAMS,
+    broken_link,
     is_mistral_format,
     is_pointer,
     mistral_configuration,
@@ -202,6 +203,8 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     Raises:
         ModelError: a file is missing or malformed, or the chat template cannot be used.
     """
+    if reason := broken_link(path):
+        raise ModelError(reason)
     own = is_mistral_format(path)
     params = read_json(path / MISTRAL_PARAMS) if own else {}
     config = mistral_configuration(params) if own else read_json(path / "config.json", needed=True)

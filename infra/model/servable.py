@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.infra.model.defaults import ROPE_TYPES, rope_type, ropes
-from penstock.infra.model.weight_files import elsewhere, is_mistral_format, is_pointer, mistral_problem, weight_files
+from penstock.infra.model.weight_files import (
+    broken_link,
+    elsewhere,
+    is_mistral_format,
+    is_pointer,
+    mistral_problem,
+    weight_files,
+)
 
 _HEADER = 1 << 28  # longest header that is read
 _READERS = "--engine vllm or sglang"
@@ -63,6 +70,8 @@ def problem(path: Path, engine: str) -> str:
         engine: "native", "vllm", "sglang" or "trtllm".
     """
     config = _read(path / "config.json")
+    if reason := broken_link(path):
+        return reason
     files = weight_files(path)
     if not files and not elsewhere(path):
         return f"{path} has no weights (*.safetensors); download the whole folder"

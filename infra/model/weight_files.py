@@ -19,6 +19,7 @@ from penstock.infra.model import defaults
 
 INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
+_READ = (".json", ".jinja", ".model", ".safetensors", ".bin", ".gguf", ".pt")
 _PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
 
@@ -45,6 +46,21 @@ def elsewhere(path: Path) -> set[str]:
 def key_mapping(path: Path) -> Mapping[str, str]:
     """Patterns of names in the weights' files -> names in the model; empty: they are the same."""
     return _index(path).metadata.key_mapping
+
+
+def broken_link(path: Path) -> str:
+    """Explain which file of the directory is a link to nothing; "": none.
+
+    So are files of the Hugging Face cache whose download did not end, or of which only ``snapshots/`` was mounted. An
+    optional one would count as absent: another template, or other end tokens.
+    """
+    for file in sorted(path.glob("*")):
+        if file.suffix in _READ and file.is_symlink() and not file.exists():
+            return (
+                f"{file} is a link to {file.readlink()}, which is missing: download the model again, and mount its "
+                "whole folder of the Hugging Face cache, as the links in snapshots/ lead to blobs/"
+            )
+    return ""
 
 
 def is_pointer(file: Path) -> bool:

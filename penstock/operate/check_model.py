@@ -16,7 +16,7 @@ from penstock.infra.model.defaults import BadDefaults, context_length, defaults
 from penstock.infra.model.embedding_model import describe, makes_vectors, scores_pairs
 from penstock.infra.model.modeldir import ModelError
 from penstock.infra.model.text_files import UnreadableTemplate, special_tokens, template_sources, token_text
-from penstock.infra.model.weight_files import is_pointer, weight_files
+from penstock.infra.model.weight_files import broken_link, is_pointer, weight_files
 from penstock.infra.text.chat_template import ChatTemplate, PromptEnd, TemplateError
 from penstock.infra.text.parsers.families import prepare, reasoning_parser, tool_call_parser
 from penstock.schemas.fleet import AUTO
@@ -220,7 +220,7 @@ class _Check:
         files = weight_files(self._path)
         problems = {engine: servable.problem(self._path, engine) for engine in ENGINES}
         stored = servable.quantization(self._path)
-        if files:
+        if files and not broken_link(self._path):
             size = sum(file.stat().st_size for file in files)
             form = f", quantized by {stored} ({stored.source})" if stored is not None else ""
             dtype = self._config.get("dtype") or self._config.get("torch_dtype")

@@ -10,6 +10,7 @@ import pytest
 from penstock.configs.settings import WorkerSettings
 from penstock.infra.model import modeldir
 from penstock.infra.model.servable import problem, quantization
+from penstock.operate.check_model import check
 from penstock.workers.runners.token_backend import model_path
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 123456789\n"
@@ -70,6 +71,12 @@ FORMS: dict[str, tuple[Change, tuple[str, ...], bool]] = {
     "an empty file": (weights(lambda whole: b""), ("(0 bytes)",), False),
     "a header that is no JSON": (weights(lambda whole: whole[:8] + b"x" + whole[9:]), ("cannot be read",), False),
     "a pointer of Git LFS": (weights(lambda whole: POINTER), ("Git LFS pointer", "git lfs pull"), False),
+    "a link to nothing": (
+        lambda folder: (folder / "b.safetensors").symlink_to("../../blobs/77"), ("link to ../../blobs/77",), False,
+    ),
+    "a link to nothing, of a file that is optional": (
+        lambda folder: (folder / "chat_template.jinja").symlink_to("../../blobs/78"), ("snapshots/",), False,
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ("has no weights",), False),
     "GGUF": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"), ("GGUF weights only",), True,
@@ -109,6 +116,14 @@ def test_whole_folders_are_served(folder: Path) -> None:
 def test_the_mock_engine_needs_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert model_path(WorkerSettings(engine="mock", model=str(folder))) == folder
+
+
+def test_no_process_takes_a_link_to_nothing_for_a_file_that_is_not_there(folder: Path) -> None:
+    """Else a gateway would have another template than its workers."""
+    (folder / "chat_template.jinja").symlink_to("../../blobs/78")
+    with pytest.raises(modeldir.ModelError, match=r"chat_template.jinja is a link to ../../blobs/78, which is missing"):
+        modeldir.load(folder)
+    assert [line.text for line in check(folder).lines if "blobs/78" in line.text], "also said by `models check`"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
