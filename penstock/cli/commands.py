@@ -25,6 +25,7 @@ SOURCE_TREE_ONLY = "tests."  # tools of who develops Penstock, which are not ins
 CLONE = Path(__file__).resolve().parents[2]  # of the repository, if the package runs from one
 START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
 INTERRUPTED = 130
+_BY_KERNEL = 0x80  # a signal's si_code (SI_KERNEL)
 SILENT = ("completion", "version")  # commands that log nothing
 # Of files that a user names: they are no fault of the program, so no traceback helps.
 OF_FILES = frozenset(
@@ -335,22 +336,38 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 0.0
 
 
-def _end_on_signals() -> None:
-    """Have signals end this process also if it is the first one, as in a container.
+def _work_in_child() -> None:
+    """Return in a child of the first process, which is in a container ours, and become its init here.
 
-    Linux ends other processes by itself, and never the first. What runs an event loop has handlers of its own there,
-    but before that a model may be fetched for minutes, and `docker stop` would wait and then kill.
+    The first process adopts each whose parent has ended, such as ranks of an engine and what ``docker exec`` left
+    behind. Until it has waited for them they remain, and count. What works cannot do that: it would take the exit
+    status of its own children from those who wait for it. Signals are passed on: Linux ends the first process by none
+    that it does not handle. The exit status is the child's, or 128 and its signal.
     """
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) is signal.SIG_DFL:
-            signal.signal(signum, lambda number, _: os._exit(128 + number))
+    every = signal.valid_signals()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, every)
+    worker = os.fork()
+    if not worker:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        received = signal.sigwaitinfo(every)
+        if received.si_signo != signal.SIGCHLD:
+            # The terminal sends Ctrl-C to both, but its end to the first process only.
+            if received.si_code != _BY_KERNEL or received.si_signo == signal.SIGHUP:
+                os.kill(worker, received.si_signo)
+            continue
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == worker:
+                status = os.waitstatus_to_exitcode(ended[1])
+                os._exit(status if status >= 0 else 128 - status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status: 130 after Ctrl-C, 1 if a file or standard output cannot be used."""
     args = list(sys.argv[1:] if argv is None else argv)
     if os.getpid() == 1:
-        _end_on_signals()
+        _work_in_child()
     try:
         return _run(args)
     except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to stop in order

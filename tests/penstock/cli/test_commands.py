@@ -393,6 +393,35 @@ def test_the_first_process_of_a_container_ends_on_a_signal_while_it_fetches_a_mo
         process.communicate()
 
 
+_ADOPTING = """
+import os, subprocess, sys, time
+from penstock.cli import commands
+def work():
+    orphan = int(subprocess.run(["sh", "-c", "sleep 0.1 >&2 & echo $!"], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        while True:
+            os.kill(orphan, 0)  # also of a zombie
+            time.sleep(0.05)
+    except ProcessLookupError:
+        print(os.getppid(), flush=True)
+        return 7
+commands.load = lambda _: work
+commands.COMMANDS["version"] = commands.Command("", "", commands.NOTHING)
+sys.exit(commands.main(["version"]))
+"""
+
+
+def test_the_first_process_of_a_container_waits_for_those_it_adopts() -> None:
+    first = ["unshare", "--pid", "--fork", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*first, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs `unshare`, and the right to make a namespace of processes")
+    run = subprocess.run(
+        [*first, sys.executable, "-c", _ADOPTING],
+        capture_output=True, text=True, timeout=30, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (7, "1\n"), run.stderr
+
+
 def test_a_command_runs_where_its_parent_has_closed_the_standard_files() -> None:
     """As some daemons do: the next file that it opens would be its output, and that of its children."""
     main_ = "import os, sys; from penstock.cli.commands import main; main(['--version']); print(1, file=sys.stderr)"
