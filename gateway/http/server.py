@@ -89,11 +89,21 @@ class ConnectionOwner(Protocol):
 
     def closed(self, connection: "HttpConnection") -> None: ...
 
-    def malformed(self, connection: "HttpConnection") -> None:
-        """Count what is not HTTP."""
+    def malformed(self, connection: "HttpConnection", sent: str) -> None:
+        """Count what is not HTTP. ``sent``: what it is instead, a key of ``_INSTEAD``; "": unknown."""
 
 
 _FEW_VALUES = frozenset({b"content-type", b"cache-control", b"x-accel-buffering"})  # of which each line is made once
+# What clients and load balancers send to a port of plain HTTP/1.1: how it begins, and what to do.
+_INSTEAD = {
+    "TLS": (b"\x16\x03", "this port has no TLS: use http://, or start the gateway with --tls-cert and --tls-key"),
+    "HTTP/2": (b"PRI * HTTP/2", "only HTTP/1.1 is served: switch HTTP/2 off for this server in the client or proxy"),
+    "PROXY protocol": (
+        b"PROXY ",
+        "the PROXY protocol is not read: switch it off in the load balancer, and have it send X-Forwarded-For",
+    ),
+    "PROXY protocol 2": (b"\r\n\r\n\0\r\nQUIT\n", "the PROXY protocol is not read: switch it off in the load balancer"),
+}
 _FRAMING = frozenset({b"content-length: ", b"transfer-encoding: ", b"connection: "})
 
 
@@ -290,6 +300,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stalled_since = 0.0  # the client does not read
         self._unsent = 0
         self._unread = b""  # received when this turn's requests had been read
+        self._begun = b""  # what is being read
 
     # --- the protocol ---
 
@@ -356,7 +367,9 @@ class HttpConnection(HttpToolsProtocol):
             data = _without_upgrade(data)
         begun, self._ended = bool(self._head_since), False
         self._small = not begun and len(data) <= self._most_unchecked
+        self._begun = data
         super().data_received(data)
+        self._begun = b""
         if self._receiving or not self._head_since:
             if not self._receiving and self._idle and not self._closing and not begun:
                 self._head_since = self.loop.time()  # line breaks before a request, or nothing of one
@@ -481,8 +494,11 @@ class HttpConnection(HttpToolsProtocol):
             self._answered.own_lines += lines
 
     def send_400_response(self, msg: str) -> None:
-        self._server.malformed(self)
-        self.refuse(ServingError(Code.invalid_request, msg))
+        sent, (_, fix) = next(
+            (each for each in _INSTEAD.items() if self._begun.startswith(each[1][0])), ("", (b"", msg))
+        )
+        self._server.malformed(self, sent)
+        self.refuse(ServingError(Code.invalid_request, fix))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -767,12 +783,18 @@ class HttpServer:
         if self._shared is not None:
             self._shared.note()
 
-    def malformed(self, connection: HttpConnection) -> None:
+    def malformed(self, connection: HttpConnection, sent: str) -> None:
         self._malformed += 1
         now = time.monotonic()
         if now - self._warned_malformed >= WARN_S:
             self._warned_malformed = now
-            log.warning("requests_malformed", last_address=connection.address, requests=self._malformed)
+            log.warning(
+                "requests_malformed",
+                last_address=connection.address,
+                last_sent=sent or "unknown",
+                requests=self._malformed,
+                action=_INSTEAD[sent][1] if sent else "see what that address runs",
+            )
 
     def _full(self, connection: HttpConnection, limit: str) -> ServingError:
         self.refused += 1

@@ -273,7 +273,7 @@ MEANINGS = {
     "connections_not_accepted": "no file descriptor is left, of the process or of the machine: connections wait, and "
     "the gateway tries again every 0.25 s",
     "connections_limited": "fewer connections than asked for, because of the limit of open files",
-    "requests_malformed": "clients sent what is no HTTP, such as TLS to a port without; so many since the start",
+    "requests_malformed": "clients sent TLS, HTTP/2, the PROXY protocol or no HTTP; so many since the start",
     "connections_refused": "connections beyond `--max-connections` were refused",
     "consumer_lost": "a worker's consumer was deleted and could not be made again",
     "consumer_made_again": "a consumer that the broker had lost was created again",

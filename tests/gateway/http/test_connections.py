@@ -529,11 +529,31 @@ async def test_what_is_no_http_is_logged_once_with_an_address_however_often_it_c
     serving = await serve()
     with structlog.testing.capture_logs() as logged:
         for _ in range(5):
-            assert status(await serving.ask(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")) == 400
+            assert status(await serving.ask(b"\x80scan\r\n\r\n")) == 400
     assert [(each["event"], each["last_address"], each["requests"]) for each in logged] == [
         ("requests_malformed", "127.0.0.1", 1)
     ]
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("sent", "begins", "fix"),
+    [
+        ("TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "--tls-cert"),
+        ("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "HTTP/1.1"),
+        ("PROXY protocol", b"PROXY TCP4 10.0.0.1 10.0.0.2 4711 80\r\n" + GET, "X-Forwarded-For"),
+        ("PROXY protocol 2", b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c" + bytes(12) + GET, "load balancer"),
+    ],
+)
+async def test_what_a_client_or_load_balancer_sends_in_place_of_http_is_named(
+    serve: Serve, sent: str, begins: bytes, fix: str
+) -> None:
+    serving = await serve()
+    with structlog.testing.capture_logs() as logged:
+        answer = await serving.ask(begins)
+    assert status(answer) == 400
+    assert fix.encode() in answer
+    assert (logged[0]["last_sent"], fix in logged[0]["action"]) == (sent, True)
 
 
 async def test_an_address_of_ipv4_is_the_same_at_a_socket_of_both_families(serve: Serve) -> None:
