@@ -77,6 +77,7 @@ class VllmSettings(NamedTuple):
         images: it takes images of prompts, for which it reads the model's tokenizer, too.
         leader_port: where the ranks of several machines meet at the first one.
         transfer_id: name of the engine for others that fetch its KV, equal on all nodes; empty: vLLM's choice.
+        recurrent: the model has layers with a state in place of a KV cache.
     """
 
     worker: WorkerSettings
@@ -88,6 +89,18 @@ class VllmSettings(NamedTuple):
     images: bool = False
     leader_port: int = 0
     transfer_id: str = ""
+    recurrent: bool = False
+
+
+LEAST_STATE_BLOCK = 64  # tokens; a state takes as much memory as more of them
+_OF_STATES = ("mamba", "ssm_", "linear_", "conv_L_", "attn_type_list")  # what their configurations' keys begin with
+
+
+def is_recurrent(config: Tree) -> bool:
+    """Whether the model of a config.json has layers with a state (Mamba, linear attention, convolutions)."""
+    inner = config.get("text_config")
+    keys = [*config, *(inner if isinstance(inner, dict) else ())]
+    return any(key.startswith(_OF_STATES) for key in keys)
 
 
 class ResolvedVllmArgs(NamedTuple):
@@ -160,8 +173,10 @@ def defaults(wanted: VllmSettings) -> Tree:
         "enable_chunked_prefill": True,  # otherwise a prompt longer than one step is refused
         "disable_log_stats": not worker.publish_events_and_metrics,
     }
-    if worker.role == "decode":  # of each prompt in a step, so that answers beside it wait less
-        # Models with Mamba layers compute whole blocks, which may be larger.
+    # Models with recurrent layers compute whole blocks, which vLLM makes as large as a state, of hundreds of tokens:
+    # some releases refuse a limit below that. Until --block-size says how large they are, there is none.
+    chosen = wanted.recurrent and worker.block_size < LEAST_STATE_BLOCK
+    if worker.role == "decode" and not chosen:  # of each prompt in a step, so that answers beside it wait less
         tree["long_prefill_token_threshold"] = max(DECODE_ROLE_CHUNK_TOKENS, worker.block_size)
     if worker.kv_blocks:
         tree["num_gpu_blocks_override"] = worker.kv_blocks + 1  # one is vLLM's null block

@@ -35,7 +35,14 @@ from penstock.workers.engines.native.model.embedding_slots import GRID_SLOT_TOKE
 from penstock.workers.engines.vllm import plugin
 from penstock.workers.engines.vllm.adapter import SchedulerStats, VllmCall, adapter_of, loras, weight_commands
 from penstock.workers.engines.vllm.api import Ranks, VllmApi, load_vllm, set_log_level
-from penstock.workers.engines.vllm.args import ResolvedVllmArgs, VllmSettings, follower_tree, layout, resolve
+from penstock.workers.engines.vllm.args import (
+    ResolvedVllmArgs,
+    VllmSettings,
+    follower_tree,
+    is_recurrent,
+    layout,
+    resolve,
+)
 from penstock.workers.engines.vllm.engine_inputs import VllmOptions
 
 log = structlog.get_logger("engine")
@@ -162,7 +169,10 @@ def arguments(
     user_args = given_arguments(settings)
     ranks = user_args.get("data_parallel_size") or 1
     wanted = wanted_of(settings, model.length.limit(settings.max_model_len), folder, ranks)
-    wanted = wanted._replace(constraints=constraints, images=takes_images(settings, model))
+    config = modeldir.read_json(model.path / "config.json")
+    wanted = wanted._replace(
+        constraints=constraints, images=takes_images(settings, model), recurrent=is_recurrent(config)
+    )
     variables = on_device(settings, api.cpu)
     if wanted.max_model_len > model.max_model_len:  # as far as the model's RoPE scaling goes
         variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

@@ -1,6 +1,7 @@
 """As ``vllm.engine.arg_utils``: the arguments, of which the stand-in heeds the few that its engine has a use for."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
         size = self.block_size or (128 if cpu else 16)
         if size < 1:
             raise ValueError("block_size: Input should be greater than 0")
+        if any(key.startswith("mamba") for key in json.loads((Path(self.model) / "config.json").read_text())):
+            size = max(size, 1056)
+            if 0 < (self.long_prefill_token_threshold or 0) < size:
+                raise AssertionError(f"long_prefill_token_threshold must be at least the block size ({size})")
         seqs, tokens = self.max_num_seqs or 256, self.max_num_batched_tokens or 8192
         chunked = self.enable_chunked_prefill is not False
         if tokens < length and not chunked:

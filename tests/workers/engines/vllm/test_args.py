@@ -3,6 +3,7 @@
 import itertools
 import json
 import runpy
+import shutil
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from penstock.workers.engines.vllm.args import (
     ResolvedVllmArgs,
     VllmSettings,
     follower_tree,
+    is_recurrent,
     layout,
     resolve,
     transfer,
@@ -158,6 +160,32 @@ def test_a_decode_worker_computes_long_prompts_in_chunks_beside_its_answers() ->
     assert resolved(role="decode", block_size=4128).tree["long_prefill_token_threshold"] == 4128
     for role in ("aggregated", "prefill"):
         assert "long_prefill_token_threshold" not in resolved(role=role).tree
+
+
+@pytest.mark.skipif(standins.real("vllm"), reason="of a model that the stand-in takes for another")
+def test_a_model_with_states_starts_with_vllms_blocks_and_has_chunks_once_their_size_is_given(tmp_path: Path) -> None:
+    """vLLM makes blocks of 1056 tokens for it, and takes no chunks below that."""
+    shutil.copytree(MODEL, model := tmp_path / "m")
+    config = json.loads((model / "config.json").read_text()) | {"mamba_d_state": 128}
+    (model / "config.json").write_text(json.dumps(config))
+    assert is_recurrent(config)
+    assert is_recurrent({"text_config": {"linear_num_value_heads": 2}})
+    assert not is_recurrent(json.loads((MODEL / "config.json").read_text()))
+
+    def started(**changes: Any) -> Any:
+        tree = {key: value for key, value in resolved(role="decode", **changes).tree.items() if "config" not in key}
+        tree |= {"max_model_len": None, "kv_cache_memory_bytes": 1 << 30}
+        with standins.installed():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+
+            return AsyncEngineArgs(model=str(model), **tree).create_engine_config().cache_config
+
+    assert started(recurrent=True).block_size == 1056
+    tree = resolved(role="decode", recurrent=True, block_size=1056).tree
+    assert tree["long_prefill_token_threshold"] == 1056
+    assert started(recurrent=True, block_size=1056).block_size == 1056
+    with pytest.raises(AssertionError, match="at least the block size"):
+        started()
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(MULTIMODAL, 2)), ids="+".join)
