@@ -11,16 +11,34 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from penstock.schemas.errors import Code
 from penstock.schemas.tokens import ANOTHER_MODEL, COUNTS, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
+
+DIFFERS = Finish(
+    "error",
+    code=Code.worker_lost,
+    message="two workers computed this answer, and their tokens differ; read it again, or ask again",
+)
 
 
 class _ChoiceCursor:
-    __slots__ = ("early", "ended", "position")
+    __slots__ = ("early", "ended", "fenced_at", "position", "since")
 
     def __init__(self, position: int = 0) -> None:
         self.position = position
         self.ended = False
         self.early: dict[int, list[TokenItem]] = {}  # by first index: items after a gap
+        self.fenced_at = 0
+        self.since: bytearray | None = None  # packed tokens from ``fenced_at`` on; None: no attempt followed another
+
+    def differs(self, item: TokenItem) -> bool:
+        """Whether an item repeats tokens that were returned since a fence, and has other ones."""
+        if self.since is None:
+            return False
+        start = max(item.first, self.fenced_at)
+        end = min(item.first + (len(item.tokens) >> 2), self.position)
+        repeated = item.tokens[4 * (start - item.first) : 4 * (end - item.first)] if start < end else b""
+        return repeated != self.since[4 * (start - self.fenced_at) :][: len(repeated)]
 
 
 class TokenReassembler:
@@ -51,7 +69,8 @@ class TokenReassembler:
         """Push the items of a terminal event (``penstock.schemas.done.items``), of whatever attempt.
 
         They contain each choice from its beginning, so this returns everything that is still missing. Nothing is due
-        after it.
+        after it. An attempt that was given up may have ended the request although tokens of the next one were returned.
+        Where these are others, the choice ends with an error: the rest would continue another text.
         """
         out: list[TokenItem] = []
         self.attempt = max((self.attempt, *(item.attempt for item in items)))
@@ -65,6 +84,8 @@ class TokenReassembler:
             elif item.choice == WHOLE_REQUEST:
                 out += self._end_all(item)
             elif item.choice < len(self._choices) and not (choice := self._choices[item.choice]).ended:
+                if choice.differs(item):
+                    item = TokenItem(item.request, item.attempt, item.choice, choice.position, b"", DIFFERS)
                 out += self._take(choice, item, len(item.tokens) >> 2)
         return out
 
@@ -90,9 +111,11 @@ class TokenReassembler:
         if item.attempt != self.attempt:
             if item.attempt < self.attempt or (self._last_attempt is not None and item.attempt > self._last_attempt):
                 return ()
-            self.attempt = item.attempt
             for choice in self._choices:
                 choice.early.clear()
+                if self.attempt >= 0 and choice.since is None:
+                    choice.fenced_at, choice.since = choice.position, bytearray()
+            self.attempt = item.attempt
             if self._prompt is not None:
                 self._prompt.early.clear()
         if not 0 <= item.choice < len(self._choices):
@@ -140,6 +163,8 @@ class TokenReassembler:
         elif not count and item.finish is None:
             return ()
         choice.position += count
+        if choice.since is not None:
+            choice.since += item.tokens
         if item.finish is not None:
             choice.ended = True
             self.open -= 1

@@ -17,7 +17,7 @@ from penstock.infra.process.turns import TurnBudget
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.jobs import ENDED, EarlierWorker
 from penstock.schemas.requests import GenerateRequest, fallen_back
-from penstock.schemas.token_dedup import TokenReassembler
+from penstock.schemas.token_dedup import DIFFERS, TokenReassembler
 from penstock.schemas.tokens import ANOTHER_MODEL, WHOLE_REQUEST, Finish, TokenItem
 
 log = structlog.get_logger("gateway")
@@ -296,6 +296,9 @@ class InflightRequest:
             if part.finish is not None and part.finish.code:
                 self._note_failure(part.finish)
         due = self.fold.conclude(parts)
+        for part in due:
+            if part.finish is DIFFERS:
+                self._note_failure(DIFFERS)
         if fallback > self.request.fallback:
             self.fold.fallback = fallback
             self._fall_back(TokenItem(self.request.id, self.fold.attempt, ANOTHER_MODEL, fallback))
