@@ -24,7 +24,7 @@ from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import StreamUse
 from penstock.launch.state import read_state
 from penstock.log_tools.sources.open_log import CellSource, Log, LogSource, open_cells
-from penstock.operate.workers import registrations, routers
+from penstock.operate.workers import by_name, registrations, routers
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import GpuUse, Registration, WorkerState
 from penstock.schemas.pace import SLOW, compare
@@ -558,7 +558,7 @@ def workers(
         for each in lost
         if each.worker not in there
     ]
-    return sorted([*views, *gone], key=lambda view: (view.name, view.id)) if gone else views
+    return sorted([*views, *gone], key=lambda view: by_name(view.name, view.id)) if gone else views
 
 
 def lost_leases(members: Iterable[Member]) -> list[LostLeases]:

@@ -1,5 +1,6 @@
 """The registered workers, read once."""
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +15,7 @@ from penstock.schemas.routers import Member, decode
 
 
 async def registrations(bus: Bus) -> list[Registration]:
-    """Workers with a live lease, by name.
+    """Workers with a live lease, in the order of ``by_name``.
 
     Raises:
         ServingError: the bucket cannot be read.
@@ -25,7 +26,12 @@ async def registrations(bus: Bus) -> list[Registration]:
         async for entry in read(bus, f"KV_{bus.subjects.bucket('workers')}", bus.subjects.lease(">"))
         if entry.data and now_ns - entry.time_ns < STALE_NS  # else the marker of a lease that ended
     ]
-    return sorted(registered, key=lambda each: (each.name, each.worker))
+    return sorted(registered, key=lambda each: by_name(each.name, each.worker))
+
+
+def by_name(name: str, worker: str) -> tuple[list[tuple[str, int]], str]:
+    """The key that sorts workers as people do: worker-2 before worker-10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)], worker
 
 
 def unserved(registered: Iterable[Registration], models: Iterable[str]) -> str:

@@ -32,6 +32,7 @@ from penstock.operate.observe import (
     workers,
 )
 from penstock.operate.top import bar, picture, run
+from penstock.operate.workers import by_name
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import GpuUse, Load, Registration
@@ -76,6 +77,11 @@ def test_workers_share_the_output_by_what_they_finished() -> None:
     one, two = workers(found, [summary("w-1", out=30), summary("w-2", out=10, cached=50)], 400.0)
     assert (one.tokens_per_s, two.tokens_per_s) == (300.0, 100.0)
     assert (one.slots, one.total_blocks, two.hit_rate) == (16, 200, 0.5)
+
+
+def test_workers_stand_in_the_order_of_the_numbers_in_their_names() -> None:
+    names = ["a", "a-worker-2", "a-worker-10", "b-worker-1", "worker-0", "worker-2", "worker-10", "worker-10-1"]
+    assert sorted({*names}, key=lambda name: by_name(name, "")) == names
 
 
 def test_workers_that_are_stopped_or_hang_are_shown_although_their_lease_says_nothing_of_it() -> None:
