@@ -344,6 +344,10 @@ def deployment_url(data_dir: Path) -> str:
     """
     try:
         return read_state(data_dir / "state.json").http_url
+    except PermissionError as error:
+        raise ValueError(
+            f"{error.filename}: permission denied; run as its owner, or name a server with --url"
+        ) from error
     except (OSError, msgspec.DecodeError) as error:
         raise ValueError(
             f"no deployment runs in {data_dir}: start one with `penstock up`, or name a server with --url"

@@ -85,6 +85,8 @@ def progress_bar() -> "Progress":
 def fail(command: str, *errors: object, status: int = 1) -> int:
     """Say on standard error why a command has failed, a line for each reason. Returns the exit status."""
     for error in errors:
+        if isinstance(error, PermissionError) and error.filename:
+            error = f"{error.filename}: permission denied; run as its owner"
         print(f"penstock {command}: {error}", file=sys.stderr)
     return status
 

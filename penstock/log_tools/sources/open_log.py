@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import structlog
 
+from penstock.cli.terminal import fail
 from penstock.configs.flags import add_broker_flags
 from penstock.infra.bus.direct_get import LogFiles, Readable
 from penstock.infra.nats_server.binary import NoServerBinary, ServerFailed
@@ -62,12 +63,8 @@ def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int
             asyncio.run(work())
     except BrokenPipeError:  # the reader of standard output has exited
         raise
-    except PermissionError as error:
-        print(f"penstock {name}: {error.filename} is not readable for you; run as its owner", file=sys.stderr)
-        return 1
     except (*FAILURES, OSError) as error:
-        print(f"penstock {name}: {error}", file=sys.stderr)
-        return 1
+        return fail(name, error)
     except KeyboardInterrupt:  # how a command that follows the log ends
         pass
     return 0

@@ -8,11 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from penstock.chat import chat_command
 from penstock.chat.chat_command import ChatOptions, Session, run
 from penstock.chat.client import ChatClient, Conversation
 from tests.penstock.chat.test_answer import event
@@ -174,7 +176,10 @@ def test_the_command_answers_one_question_and_continues_with_it_later(
         assert run([*url, "--continue", "and", "now?"]) == 0
         assert run([*url, "--model", "nosuch", "a"]) == 1
     assert run(["--data-dir", str(tmp_path), "a"]) == 1
+    monkeypatch.setattr(chat_command, "read_state", Mock(side_effect=PermissionError(13, "denied", "/srv/state.json")))
+    assert run(["--data-dir", "/srv", "a"]) == 1
     printed, errors = capfd.readouterr()
+    assert "/srv/state.json: permission denied; run as its owner" in errors
     assert printed == "17\n17\n"
     assert "model 'nosuch' is not served; served: m, other" in errors
     assert "no deployment runs in" in errors

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.cli.terminal import bar, escape, print_hanging, visible
+from penstock.cli.terminal import bar, escape, fail, print_hanging, visible
 from penstock.log_tools.requests.list_requests import RequestLine, lines
 from penstock.schemas.summary import RequestSummary
 
@@ -41,3 +41,9 @@ def test_a_bar_is_never_empty_and_never_too_long(start: int, end: int) -> None:
     assert drawn.strip()
     assert len(drawn) <= 48
     assert abs(len(drawn) - len(drawn.lstrip()) - start * 48 / 100) <= 1
+
+
+def test_a_file_of_another_user_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fail("doctor", PermissionError(13, "Permission denied", "/srv/other/nats"), ValueError("no")) == 1
+    said = "penstock doctor: /srv/other/nats: permission denied; run as its owner\npenstock doctor: no\n"
+    assert capsys.readouterr().err == said

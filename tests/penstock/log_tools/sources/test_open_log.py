@@ -12,4 +12,4 @@ def test_a_folder_that_may_not_be_read_is_one_line_with_the_folder_and_what_to_d
         raise PermissionError(13, "Permission denied", "/srv/other/nats")
 
     assert run_command("requests", work) == 1
-    assert capsys.readouterr().err == "penstock requests: /srv/other/nats is not readable for you; run as its owner\n"
+    assert capsys.readouterr().err == "penstock requests: /srv/other/nats: permission denied; run as its owner\n"
