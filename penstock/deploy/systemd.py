@@ -42,7 +42,7 @@ USER_ROLES = tuple(role for role in BROKER_ROLES if role != "client")  # a clien
 ROLES: Mapping[str, Role] = {
     "router": Role(RouterSettings, "places requests", "router"),
     "gateway": Role(GatewaySettings, "OpenAI-compatible API", "gateway"),
-    "worker": Role(WorkerSettings, "computes", "worker"),
+    "worker": Role(WorkerSettings, "runs a model", "worker"),
 }
 
 

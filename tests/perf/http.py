@@ -433,4 +433,6 @@ async def _first_model(target: HttpTarget) -> str:
         if not status:
             raise BenchFailed(f"no server answers at {target.url}: start one, or correct --url") from None
         said = body[:200].decode(errors="replace")
+        if status in (401, 403):
+            raise BenchFailed(f"{target.url} answered {status}: {said}; give a key with --api-key") from None
         raise BenchFailed(f"{target.url}/v1/models names no model: {said}; name it with --model") from None

@@ -78,6 +78,18 @@ async def test_a_server_that_is_not_there_is_named() -> None:
         await _measure(bench(), HttpTarget("127.0.0.1", 1), {})
 
 
+async def test_a_server_that_needs_a_key_is_said_to() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\nconnection: close\r\n\r\nno")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as listening:
+        target = HttpTarget("127.0.0.1", listening.sockets[0].getsockname()[1], "")
+        with pytest.raises(BenchFailed, match="answered 401: no; give a key with --api-key"):
+            await _measure(bench(), target, {})
+
+
 def test_prompts_share_a_prefix_and_repeat_with_the_seed() -> None:
     target = HttpTarget("h", 80, "/x")
 
