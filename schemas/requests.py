@@ -204,6 +204,7 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bool = False  # of the prompt and the output
     tokens_as_ids: bool = False  # tokens of log-probabilities are "token_id:ID", not their text
     usage: bool = False  # each event of a stream has the usage so far
+    special: bool = False  # special tokens are a part of the text
 
 
 TEXT_ONLY = Shown()  # this very one is left out of messages

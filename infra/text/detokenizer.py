@@ -8,6 +8,7 @@ import re
 from codecs import utf_8_decode
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _HELD_TOKENS = 16  # a character is at most 4 byte tokens; beyond this a trailing U+FFFD is taken to be real
+NO_MARKS: Mapping[int, str] = MappingProxyType({})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -92,6 +94,11 @@ class Detokenizer:
             return []
         return [b"" if token in self._special else raw for token, raw in enumerate(self._raw)]
 
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """The texts of special tokens, for streams that show them."""
+        return {token: text for text, token in self.added.items() if token in self._special and not text.isspace()}
+
     def raw(self, token: int) -> bytes:
         """A token's own bytes, special tokens included; possibly a part of a character. b"" for unknown ids."""
         return self._raw[token] if 0 <= token < len(self._raw) else b""
@@ -102,24 +109,23 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         stops_shown: bool = False,
+        marks: Mapping[int, str] = NO_MARKS,
     ) -> TextStream:
         """The text of one answer, cut at the first stop string.
 
         Args:
+            marks: tokens that have a text; see ``TextStream.show``.
             min_tokens: search stop strings only in the text from this token (counted from 1) on.
             stops_shown: the answer ends after the stop string, not before it.
         """
-        plain = self._plain()
+        plain = self.marked_stream(marks)
         return StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
 
     def marked_stream(self, marks: Mapping[int, str]) -> TextStream:
         """The text of one answer for parsers, cut nowhere, with a text for marks; see ``TextStream.show``."""
-        stream = self._plain()
+        stream = ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
         stream.show(marks)
         return stream
-
-    def _plain(self) -> TextStream:
-        return ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
 
 
 class ByteStream:

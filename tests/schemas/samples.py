@@ -387,6 +387,10 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         requests.decode,
     ),
+    "request_that_shows_special_tokens": (
+        msgspec.structs.replace(REQUEST, shown=requests.Shown(special=True)),
+        requests.decode,
+    ),
     "request_whose_calls_are_known_by_name": (
         msgspec.structs.replace(REQUEST, parsing=requests.Parsing("kimi_k2", "kimi_k2", functions=("f", "g"))),
         requests.decode,

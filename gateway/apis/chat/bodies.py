@@ -194,6 +194,7 @@ class TextOptions(SamplingOptions, frozen=True, kw_only=True):
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Annotated[bool, Meta(description="false: special tokens are a part of the text")] | None = None
     stream_options: StreamOptions | None = None
     prompt_cache_key: (
         Annotated[Name, Meta(description="name of the conversation: a hint for the router; X-Session-Id goes before")]

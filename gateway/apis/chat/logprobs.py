@@ -7,6 +7,7 @@ from itertools import chain
 from penstock.gateway.base.chat_objects import ChatLogprob, PromptLogprob, TextLogprobs, TopLogprob
 from penstock.gateway.base.event_stream import encode_list
 from penstock.infra.text.detokenizer import Detokenizer
+from penstock.infra.text.parsers.registry import special_texts
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.tokens import Logprob, TokenItem
@@ -96,6 +97,7 @@ class PromptEcho:
         self._tokens = unpack_tokens(request.prompt)
         self._wanted = request.sampling.prompt_logprobs
         self._detokenizer = detokenizer
+        self._special = special_texts(request, detokenizer)
         self._logprobs = LogprobFormatter(detokenizer, as_ids=request.shown.tokens_as_ids)
         self._values: list[Logprob] = []  # from the second token on
 
@@ -141,12 +143,12 @@ class PromptEcho:
     @cached_property
     def _pieces(self) -> list[str]:
         """The text that each token adds, and the rest at the end."""
-        stream = self._detokenizer.stream()
+        stream = self._detokenizer.stream(marks=self._special)
         return [*map(stream.push, self._tokens), stream.finish()]
 
     @cached_property
     def text(self) -> str:
-        """Detokenized like output: special tokens have no text."""
+        """Detokenized like output: special tokens have no text unless they are shown."""
         return "".join(self._pieces)
 
     def completion_logprobs(self, top: int) -> TextLogprobs:

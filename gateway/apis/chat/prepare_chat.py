@@ -282,9 +282,10 @@ def _prepared(
 def _shown(body: ChatCompletionRequest | CompletionRequest) -> requests.Shown:
     stream = body.stream_options
     usage = stream is not None and bool(stream.continuous_usage_stats)
-    if not (body.return_token_ids or body.return_tokens_as_token_ids or usage):
+    special = body.skip_special_tokens is False
+    if not (body.return_token_ids or body.return_tokens_as_token_ids or usage or special):
         return requests.TEXT_ONLY
-    return requests.Shown(bool(body.return_token_ids), bool(body.return_tokens_as_token_ids), usage)
+    return requests.Shown(bool(body.return_token_ids), bool(body.return_tokens_as_token_ids), usage, special)
 
 
 def resolve_options(

@@ -27,7 +27,7 @@ from penstock.gateway.base.event_stream import COMMENT, DONE, error_event, inval
 from penstock.gateway.base.request_bodies import CHAT
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.infra.text.parsers.delta_builder import CONTENT, Delta
-from penstock.infra.text.parsers.registry import answer_marks, parser_for, text_stream
+from penstock.infra.text.parsers.registry import answer_marks, parser_for, special_texts, text_stream
 from penstock.schemas.done import Usage, counts_in, total
 from penstock.schemas.errors import ServingError
 from penstock.schemas.requests import GenerateRequest, Parsing
@@ -52,25 +52,27 @@ class ChoiceState:
         parser: of that text; None: it is not parsed.
     """
 
-    __slots__ = ("_marks", "_measure", "_pending", "finish", "index", "offset", "parser", "position", "push", "stream")
+    __slots__ = ("_measure", "_pending", "_texts", "finish", "index", "offset", "parser", "position", "push", "stream")
 
     def __init__(self, index: int, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         self.index = index
         self.stream = text_stream(request, detokenizer)
         self.push = self.stream.push
         self.parser = None
+        special = special_texts(request, detokenizer)
         if request.parsing is not None:
-            self._marks = answer_marks(request.parsing, detokenizer)
-            self.parser = parser_for(request, index, self._marks.marks)
+            marks = answer_marks(request.parsing, detokenizer)
+            self._texts = {**special, **marks.texts}
+            self.parser = parser_for(request, index, marks.marks)
         self.position = 0
         self.offset = 0
         self.finish: Finish | None = None
         self._pending: list[Scored] = []
-        self._measure = detokenizer.stream() if request.sampling.logprobs is not None else None
+        self._measure = detokenizer.stream(marks=special) if request.sampling.logprobs is not None else None
 
     def show_marks(self) -> None:
         """Stop parsing: from now on, the tokens of marks have their own text again."""
-        self.stream.show(self._marks.texts)
+        self.stream.show(self._texts)
 
     def place(self, token: int) -> int:
         """Number of characters of the output before the next token, without partial characters."""

@@ -1,13 +1,13 @@
 """Parsers by name, and which one parses a request's answer."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
 from penstock.infra.constraints.schema_rewriting import RootSchema, kinds
-from penstock.infra.text.detokenizer import Detokenizer, StopSearch, TextStream
+from penstock.infra.text.detokenizer import NO_MARKS, Detokenizer, StopSearch, TextStream
 from penstock.infra.text.parsers import reader
 from penstock.infra.text.parsers.answer_parser import AnswerFormat, AnswerParser, ThoughtMarks
 from penstock.infra.text.parsers.families import CHANNELS, TABLE, CallFormat, Family
@@ -188,10 +188,16 @@ def _answer_marks(reasoning: str, tools: str, detokenizer: Detokenizer) -> Answe
 
 def text_stream(request: GenerateRequest, detokenizer: Detokenizer) -> TextStream:
     """The text of one choice. Of an answer that is parsed, with the marks, and the parser searches its stop strings."""
-    stop = request.stop
-    if request.parsing is None:
-        return detokenizer.stream(stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown)
-    return detokenizer.marked_stream(answer_marks(request.parsing, detokenizer).shown)
+    stop, special = request.stop, special_texts(request, detokenizer)
+    if request.parsing is not None:
+        shown = answer_marks(request.parsing, detokenizer).shown
+        return detokenizer.marked_stream({**special, **shown} if special else shown)
+    return detokenizer.stream(stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown, marks=special)
+
+
+def special_texts(request: GenerateRequest, detokenizer: Detokenizer) -> Mapping[int, str]:
+    """The texts of the special tokens that an answer shows."""
+    return detokenizer.special if request.shown.special else NO_MARKS
 
 
 def stop_search(request: GenerateRequest, choice: int, detokenizer: Detokenizer) -> StopSearch:

@@ -90,6 +90,16 @@ def test_special_tokens_have_no_text_but_raw_bytes() -> None:
     assert detokenizer.raw(2) == b"<|im_end|>"
 
 
+@given(TOKENS)
+def test_special_tokens_that_are_shown_have_the_tokenizers_text(ids: list[int]) -> None:
+    tokenizer, detokenizer = byte_level()
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    if "\ufffd" not in whole:
+        assert "".join(shown(detokenizer, ids, marks=detokenizer.special)) == whole
+    _, other = metaspace()
+    assert shown(other, [2], marks=other.special) == [other.special[2], ""]
+
+
 def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     _, detokenizer = byte_level()
     assert shown(detokenizer, [639, 4_000_000_000]) == ["", "", ""]

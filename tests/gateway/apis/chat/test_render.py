@@ -14,7 +14,7 @@ from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import ModelDir
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.requests import GenerateRequest
+from penstock.schemas.requests import GenerateRequest, Shown
 from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens
@@ -287,6 +287,29 @@ def test_chat_logprobs_come_with_every_token_of_the_content_also_with_parts_of_o
     whole = json.loads(collector.response())["choices"][0]["logprobs"]
     assert whole == {"content": entries, "refusal": None}
     assert parsed[1][1]["choices"][0]["logprobs"].keys() == whole.keys()
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "text"])
+@pytest.mark.parametrize("stop", [[], ["<|im_end|>x"]])
+def test_special_tokens_are_text_if_they_are_asked_for(
+    model: ModelDir, context: PrepareContext, endpoint: str, stop: list[str]
+) -> None:
+    begin = model.detokenizer.added["<|im_start|>"]
+    ids = [*model.tokenizer.encode("The broker", add_special_tokens=False).ids, 2, begin, 2]
+    items = [TokenItem("r", 1, 0, k, pack_tokens([token])) for k, token in enumerate(ids[:-1])]
+    items.append(TokenItem("r", 1, 0, len(items), pack_tokens(ids[-1:]), Finish("stop", 2)))
+    for skip, text in ((False, "The broker<|im_end|><|im_start|>"), (True, "The broker")):
+        asked = request(
+            context, endpoint, skip_special_tokens=skip, stop=stop, logprobs=True if endpoint == "chat" else 0
+        )
+        assert asked.shown == Shown(special=not skip)
+        assert text_of(events(StreamRenderer(asked, model.detokenizer).push(items))) == text
+        collector = AnswerAggregator(asked, model.detokenizer)
+        collector.push(with_logprobs(items))
+        choice = json.loads(collector.response())["choices"][0]
+        assert (choice["message"]["content"] if endpoint == "chat" else choice["text"]) == text
+        if endpoint == "text":
+            assert choice["logprobs"]["text_offset"][-1] == len(text)  # of the end token
 
 
 def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, context: PrepareContext) -> None:
