@@ -118,11 +118,8 @@ BY_CHANCE = {
     "tests/chaos/builds.py: infra.cli",  # of older builds
     "tests/chaos/test_builds.py: infra.cli",
 }
-# Public classes of two top-level folders: a message and the process that is about it (Load), or an object of
-# an API on both sides (ToolCall).
+# Public classes of two top-level folders: an object of an API on both sides (ToolCall), or of a library (Message).
 SHARED_NAMES = {
-    "Link",
-    "Load",
     "Message",
     "SchedulerConfig",
     "ToolCall",

@@ -8,14 +8,14 @@ import threading
 from penstock.infra.process.gc_policy import freeze_loaded
 from penstock.schemas.transfer import Memory
 from penstock.workers.engines.native.build import build_follower
-from penstock.workers.engines.native.ranks import Link, serve
+from penstock.workers.engines.native.ranks import RankLink, serve
 from penstock.workers.kv_transfer.ranks import serve_transport
 from penstock.workers.kv_transfer.transport_thread import open_transport
 
 
 def main() -> None:
     """The arguments are the numbers of the descriptors of two sockets to rank 0: for steps, and for transfers."""
-    steps, transfers = (Link(socket.socket(fileno=int(each))) for each in sys.argv[1:3])
+    steps, transfers = (RankLink(socket.socket(fileno=int(each))) for each in sys.argv[1:3])
 
     def built(pools: dict[str, Memory]) -> None:
         threading.Thread(target=serve_transport, args=(transfers, pools, open_transport), daemon=True).start()

@@ -35,7 +35,7 @@ from penstock.router.placement.decide import STORED_CANDIDATES, candidate_of
 from penstock.router.placement.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
 from penstock.router.state.holders import Depths, TargetBits, TargetId, TierDepths
 from penstock.router.state.load_tracker import LoadTracker
-from penstock.router.state.target_loads import Load, RoutingTarget, TargetColumns, TargetLoads
+from penstock.router.state.target_loads import ExpectedLoad, RoutingTarget, TargetColumns, TargetLoads
 from penstock.schemas.cells import PASS_TOKENS
 from penstock.schemas.fleet import Registration
 from penstock.schemas.jobs import Candidate, Stage
@@ -186,7 +186,7 @@ def costs(
 
 POOLS_CACHED = 256  # kinds of requests
 SPARSE = 4  # if fewer than one word of this many has a bit
-IDLE = Load()
+IDLE = ExpectedLoad()
 _NO_ROWS: Rows = np.zeros(0, np.intp)
 
 

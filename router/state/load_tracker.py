@@ -19,7 +19,7 @@ from penstock.router.state.attempts import EVERY, ActiveRequest, EndedAttempts, 
 from penstock.router.state.holders import TargetId
 from penstock.router.state.target_loads import (
     ENCODE,
-    Load,
+    ExpectedLoad,
     RoutingTarget,
     TargetColumns,
     TargetLoads,
@@ -190,16 +190,16 @@ class LoadTracker:
             )
         return cached
 
-    def load(self, target_id: TargetId, now_ns: int) -> Load:
+    def load(self, target_id: TargetId, now_ns: int) -> ExpectedLoad:
         """The load of a registered target; that of others counts as none."""
         row = self.loads.row(target_id)
         if row is None:
-            return Load()
+            return ExpectedLoad()
         column, held = self.loads.load(row), self._targets.by_target.get(target_id)
         if held is None:
             slowness, decode_slowness, served = column.slowness, column.decode_slowness, column.served_tokens
-            return Load(slowness=slowness, decode_slowness=decode_slowness, served_tokens=served)
-        return Load(
+            return ExpectedLoad(slowness=slowness, decode_slowness=decode_slowness, served_tokens=served)
+        return ExpectedLoad(
             held.requests,
             column.sequences,
             int(column.active_blocks),

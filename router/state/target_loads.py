@@ -27,7 +27,7 @@ from penstock.schemas.fleet import Registration
 ENCODE = "encode"  # the role that computes no part of a prompt
 
 
-class Load(msgspec.Struct, frozen=True, omit_defaults=True):
+class ExpectedLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """The load of one target, including requests that are still on their way to it."""
 
     requests: int = 0
@@ -46,7 +46,7 @@ class RoutingTarget(msgspec.Struct, frozen=True):
 
     id: TargetId
     registration: Registration
-    load: Load
+    load: ExpectedLoad
 
     @property
     def capacity(self) -> int:

@@ -49,7 +49,7 @@ from penstock.workers.engines.native import executors
 from penstock.workers.engines.native.build import build
 from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.model.parallel import RankGroup
-from penstock.workers.engines.native.ranks import EngineRanks, Link, RankSockets, serve
+from penstock.workers.engines.native.ranks import EngineRanks, RankLink, RankSockets, serve
 from penstock.workers.kv_transfer.ranks import RankTransports, RemoteTransport, serve_transport
 from penstock.workers.kv_transfer.transport_thread import open_transport
 from tests.gpu import beside
@@ -107,7 +107,7 @@ def shared(file: Path, group: RankGroup, columns: int, dtype: torch.dtype) -> An
 
 def follow(steps: int, transfers: int, rank_file: Path, asked: argparse.Namespace) -> None:
     """As ``penstock.workers.run_rank``."""
-    links = [Link(socket.socket(fileno=each)) for each in (steps, transfers)]
+    links = [RankLink(socket.socket(fileno=each)) for each in (steps, transfers)]
 
     def built(pools: Any) -> None:
         threading.Thread(target=serve_transport, args=(links[1], pools, open_transport), daemon=True).start()

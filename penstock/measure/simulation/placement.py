@@ -31,7 +31,7 @@ from penstock.router.placement.routing import RoutingDecision, RoutingRequest, W
 from penstock.router.state.holders import Holders, Holding, TargetId, TierDepths
 from penstock.router.state.load_tracker import LoadTracker
 from penstock.router.state.prefix_index import ApproximateIndex
-from penstock.router.state.target_loads import ENCODE, Load, RoutingTarget
+from penstock.router.state.target_loads import ENCODE, ExpectedLoad, RoutingTarget
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import LoadHeader
 from penstock.schemas.transfer import Endpoint, Memory
@@ -371,7 +371,7 @@ class _Encoders:
         if not request.media or not self._registrations:
             return None
         targets = [
-            RoutingTarget((each.worker, 0), each, Load(load))
+            RoutingTarget((each.worker, 0), each, ExpectedLoad(load))
             for each, load in zip(self._registrations, self._loads, strict=True)
         ]
         chosen, _preferred = decide.pick(request.media.to_bytes(8, "little"), targets)

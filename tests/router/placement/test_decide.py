@@ -18,7 +18,7 @@ from penstock.router.placement.cost import (
 )
 from penstock.router.placement.decide import STORED_CANDIDATES, decide
 from penstock.router.placement.routing import PATIENCE_S, RoutingContext, RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.target_loads import Load, RoutingTarget
+from penstock.router.state.target_loads import ExpectedLoad, RoutingTarget
 from penstock.schemas.cells import HELD_UP, OWN_WORK, PASS_TOKENS
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import LoraAdapter, Registration, WorkerState
@@ -27,10 +27,10 @@ from tests.properties import examples
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 
 
-IDLE = Load()
+IDLE = ExpectedLoad()
 
 
-def member(worker: str, *, load: Load = IDLE, rank: int = 0, **more: object) -> RoutingTarget:
+def member(worker: str, *, load: ExpectedLoad = IDLE, rank: int = 0, **more: object) -> RoutingTarget:
     fields: dict[str, object] = {"slots": 4, "total_blocks": 1000, "max_model_len": 4096, "block_size": 32}
     registration = Registration(worker, "m", "aggregated", "mock", 1, **(fields | more))  # type: ignore[arg-type]
     return RoutingTarget((worker, rank), registration, load)
@@ -43,16 +43,16 @@ EDITING: dict[str, Any] = {"logits_processors": ("x", "y", "z")}
 
 def test_the_score_table_lists_the_chosen_the_others_and_the_rejected() -> None:
     members = [
-        member("busy", load=Load(2, 2, 30, 2000.0, context_blocks=40)),
+        member("busy", load=ExpectedLoad(2, 2, 30, 2000.0, context_blocks=40)),
         member("idle"),
-        member("full", load=Load(4, 4)),
+        member("full", load=ExpectedLoad(4, 4)),
         member("leaving", state=WorkerState.draining),
         member("small", total_blocks=10),
         member("short", max_model_len=429),
         member("elsewhere", aliases=()),
     ]
     members[-1] = RoutingTarget(
-        ("elsewhere", 0), Registration("e", "x", "aggregated", "mock", 1, 32, 9, 9, 9999), Load()
+        ("elsewhere", 0), Registration("e", "x", "aggregated", "mock", 1, 32, 9, 9, 9999), ExpectedLoad()
     )
     choice = decide(RoutingContext(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), 0))
     assert choice.chosen == ("idle", 0)
@@ -68,8 +68,8 @@ def test_the_score_table_lists_the_chosen_the_others_and_the_rejected() -> None:
 
 
 def test_the_sequences_that_a_prompt_holds_up_count_up_to_an_end() -> None:
-    members = [member(f"{n}", load=Load(n, n), slots=512) for n in (20, 100, 256)]
-    members.append(member("computing", load=Load(20, 20, computing=4), slots=512))
+    members = [member(f"{n}", load=ExpectedLoad(n, n), slots=512) for n in (20, 100, 256)]
+    members.append(member("computing", load=ExpectedLoad(20, 20, computing=4), slots=512))
     choice = decide(RoutingContext(ASK, members, {}, "kv", Weights(), 0))
     scores = {each.worker: each.score for each in choice.candidates}
     assert scores["100"] - scores["20"] == 330 * 2
@@ -85,7 +85,7 @@ def test_a_request_with_an_adapter_goes_to_workers_that_have_it_rather_on_their_
 
     def decided(backlog: float, **more: Any) -> RoutingDecision:
         members = [
-            member("here", adapters=(ready,), load=Load(1, 1, 0, backlog), slots=512),
+            member("here", adapters=(ready,), load=ExpectedLoad(1, 1, 0, backlog), slots=512),
             member("there", adapters=(waiting,), slots=512),
             member("other", adapters=(older,)),
             member("failed", adapters=(broken,)),
@@ -113,7 +113,7 @@ def test_a_request_with_an_adapter_goes_to_workers_that_have_it_rather_on_their_
 
 def test_overlap_wins_until_load_outweighs_it() -> None:
     def pick(backlog: float) -> str:
-        members = [member("holder", load=Load(1, 1, 0, backlog)), member("idle")]
+        members = [member("holder", load=ExpectedLoad(1, 1, 0, backlog)), member("idle")]
         chosen = decide(RoutingContext(ASK, members, {("holder", 0): 8}, "kv", Weights(), 0)).chosen
         assert chosen
         return chosen[0]
@@ -121,7 +121,7 @@ def test_overlap_wins_until_load_outweighs_it() -> None:
     assert [pick(backlog) for backlog in (0, 480, 540, 2000)] == ["holder", "holder", "idle", "idle"]
 
 
-LOADS = st.builds(Load, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
+LOADS = st.builds(ExpectedLoad, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
 MEMBERS = st.lists(
     st.tuples(LOADS, st.sampled_from(list(WorkerState)), st.integers(5, 40), st.integers(200, 600), st.booleans()),
     max_size=24,
@@ -134,15 +134,15 @@ MEMBERS = st.lists(
 
 
 LONG = {"total_blocks": 10_000, "max_model_len": 1 << 20}
-QUEUED = Load(1, 1, 1000, MOST_UNCOMPUTED + 1.0, computing=1)
+QUEUED = ExpectedLoad(1, 1, 1000, MOST_UNCOMPUTED + 1.0, computing=1)
 
 
 @pytest.mark.parametrize(
     ("tokens", "cached", "load", "fits"),
     [
         (330, 0, QUEUED, False),
-        (330, 0, Load(1, 1, 1000, float(MOST_UNCOMPUTED), computing=1), True),
-        (330, 0, Load(1, 1, 1000, MOST_UNCOMPUTED + 1.0), True),  # an estimate, of a worker without KV events
+        (330, 0, ExpectedLoad(1, 1, 1000, float(MOST_UNCOMPUTED), computing=1), True),
+        (330, 0, ExpectedLoad(1, 1, 1000, MOST_UNCOMPUTED + 1.0), True),  # an estimate, of a worker without KV events
         (640, 9, QUEUED, False),
         (640, 10, QUEUED, True),  # half of its 20 blocks
         (32 * 600, 600 - PASS_TOKENS // 32 - 1, QUEUED, False),
@@ -150,7 +150,7 @@ QUEUED = Load(1, 1, 1000, MOST_UNCOMPUTED + 1.0, computing=1)
     ],
 )
 def test_a_busy_worker_with_much_to_compute_has_room_only_for_prompts_that_it_has_most_of(
-    tokens: int, cached: int, load: Load, fits: bool
+    tokens: int, cached: int, load: ExpectedLoad, fits: bool
 ) -> None:
     ask = RoutingRequest("m", tokens, 1, prompt_blocks=tokens // 32)
     context = RoutingContext(ask, [member("w", load=load, **LONG)], {("w", 0): cached}, "kv", Weights(), 0)
@@ -210,7 +210,7 @@ def test_ties_are_broken_evenly_and_round_robin_takes_turns() -> None:
 
 
 def test_temperature_prefers_the_better_without_always_taking_it() -> None:
-    members, weights = [member("a"), member("b", load=Load(1, 1, 50))], Weights(temperature=1.0)
+    members, weights = [member("a"), member("b", load=ExpectedLoad(1, 1, 50))], Weights(temperature=1.0)
     picks = [decide(RoutingContext(ASK, members, {}, "kv", weights, seed)).chosen for seed in range(400)]
     assert 50 < picks.count(("b", 0)) < 160  # softmax over 0 and 1: 27 %
 
@@ -219,13 +219,13 @@ def test_temperature_prefers_the_better_without_always_taking_it() -> None:
     ("members", "ask", "mode", "reason", "code"),
     [
         ([], ASK, "kv", "no_worker", None),
-        ([member("a", load=Load(4, 4)), member("b", total_blocks=1)], ASK, "kv", "full", None),
+        ([member("a", load=ExpectedLoad(4, 4)), member("b", total_blocks=1)], ASK, "kv", "full", None),
         ([member("a", total_blocks=1)], ASK, "kv", "too_small", Code.out_of_blocks),
         ([member("a", max_model_len=100)], ASK, "kv", "too_long", Code.context_length_exceeded),
         ([member("a")], ASK, "direct", "worker_not_named", Code.invalid_request),
         ([member("a")], RoutingRequest("m", 1, 1, worker="b"), "direct", "unknown_worker", Code.invalid_request),
         ([member("a", logits_processors=("x",))], EDITED, "kv", "no_processor", Code.invalid_request),
-        ([member("a"), member("b", **EDITING, load=Load(4, 4))], EDITED, "kv", "full", None),
+        ([member("a"), member("b", **EDITING, load=ExpectedLoad(4, 4))], EDITED, "kv", "full", None),
     ],
 )
 def test_a_refusal_says_why_and_whether_waiting_helps(
@@ -243,7 +243,7 @@ def test_direct_finds_a_worker_by_id_or_name_and_no_other() -> None:
 
 
 def test_only_a_worker_with_all_the_logits_processors_is_taken() -> None:
-    busy = member("b", load=Load(3, 3, 500), **EDITING)
+    busy = member("b", load=ExpectedLoad(3, 3, 500), **EDITING)
     members = [member("a", logits_processors=("x",)), busy, member("c")]
     assert decide(RoutingContext(EDITED, members, {}, "kv", Weights(), 0)).chosen == busy.id
     assert decide(RoutingContext(ASK, members, {}, "kv", Weights(), 0)).chosen != busy.id
@@ -252,11 +252,11 @@ def test_only_a_worker_with_all_the_logits_processors_is_taken() -> None:
 def test_an_empty_worker_takes_a_request_wider_than_its_slots_and_a_busy_one_does_not() -> None:
     wide = RoutingRequest("m", 1, 1, n=9)
     assert rejection(wide, member("a")) == ""
-    assert rejection(wide, member("a", load=Load(1, 1))) == "full"
+    assert rejection(wide, member("a", load=ExpectedLoad(1, 1))) == "full"
 
 
 def test_a_worker_that_failed_the_request_is_taken_only_if_it_is_the_last() -> None:
     ask = RoutingRequest("m", 330, 100, 10, avoid=frozenset({"a"}))
-    both = [member("a"), member("b", load=Load(1, 1, 500))]
+    both = [member("a"), member("b", load=ExpectedLoad(1, 1, 500))]
     assert decide(RoutingContext(ask, both, {("a", 0): 10}, "kv", Weights(), 0)).chosen == ("b", 0)
     assert decide(RoutingContext(ask, both[:1], {}, "kv", Weights(), 0)).chosen == ("a", 0)

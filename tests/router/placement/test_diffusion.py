@@ -7,7 +7,7 @@ import pytest
 from penstock.configs.settings import RouterMode
 from penstock.router.placement.decide import decide
 from penstock.router.placement.routing import RoutingContext, RoutingRequest, Weights
-from penstock.router.state.target_loads import Load, RoutingTarget
+from penstock.router.state.target_loads import ExpectedLoad, RoutingTarget
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser, Registration, WorkerState
 
@@ -15,10 +15,10 @@ MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 IMAGES = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
 VIDEOS = Diffuser("video", "WanPipeline", 64, 64, 4, ("webp",), 1 << 20, 50)
 ASK = RoutingRequest("m", 0, 4, output="image")
-IDLE, BUSY = Load(), Load(1, 1)
+IDLE, BUSY = ExpectedLoad(), ExpectedLoad(1, 1)
 
 
-def member(worker: str, made: Diffuser | None = IMAGES, load: Load = IDLE, **more: Any) -> RoutingTarget:
+def member(worker: str, made: Diffuser | None = IMAGES, load: ExpectedLoad = IDLE, **more: Any) -> RoutingTarget:
     role = "diffusion" if made else "aggregated"
     slots = 1 if made else 4
     registration = Registration(worker, "m", role, "e", 1, 32, 100, slots, 1000, diffusion=made, **more)

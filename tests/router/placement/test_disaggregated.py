@@ -19,7 +19,7 @@ from penstock.router.placement.decide import (
     transfer_kind,
 )
 from penstock.router.placement.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
-from penstock.router.state.target_loads import Load, RoutingTarget
+from penstock.router.state.target_loads import ExpectedLoad, RoutingTarget
 from penstock.schemas.cells import OWN_WORK
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Registration, WorkerState
@@ -28,15 +28,15 @@ from penstock.schemas.transfer import Endpoint, Memory
 from tests.properties import examples
 from tests.router.support import endpoint
 
-IDLE = Load()
-FULL = Load(4, 4)
+IDLE = ExpectedLoad()
+FULL = ExpectedLoad(4, 4)
 HERE = endpoint("h1")
 ASK = RoutingRequest("m", prompt_tokens=4000, max_tokens=100, prompt_blocks=125)
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 
 
 def member(
-    worker: str, role: str, load: Load = IDLE, transfer: Endpoint | None = HERE, rank: int = 0, **more: object
+    worker: str, role: str, load: ExpectedLoad = IDLE, transfer: Endpoint | None = HERE, rank: int = 0, **more: object
 ) -> RoutingTarget:
     fields: dict[str, object] = {"slots": 4, "total_blocks": 1000, "max_model_len": 8192, "block_size": 32}
     registration = Registration(worker, "m", role, "mock", 1, transfer=transfer, **(fields | more))  # type: ignore[arg-type]
@@ -56,13 +56,13 @@ def decided(
     return decide(RoutingContext(ask, members, overlaps, mode, weights, seed, number))
 
 
-def reading(blocks: int) -> Load:
+def reading(blocks: int) -> ExpectedLoad:
     """One sequence, whose steps read so many blocks."""
-    return Load(1, 1, blocks, context_blocks=blocks)
+    return ExpectedLoad(1, 1, blocks, context_blocks=blocks)
 
 
-def computing(tokens: int, sequences: int = 4) -> Load:
-    return Load(sequences, sequences, 100, float(tokens), computing=sequences)
+def computing(tokens: int, sequences: int = 4) -> ExpectedLoad:
+    return ExpectedLoad(sequences, sequences, 100, float(tokens), computing=sequences)
 
 
 def behind(worker: str = "p", tokens: int = 15_000, **more: object) -> RoutingTarget:
@@ -78,10 +78,10 @@ def names(choice: RoutingDecision) -> list[str]:
 
 def test_a_pair_has_the_cheapest_stages_and_a_table_of_both_pools() -> None:
     choice = decided(
-        member("d1", "decode", Load(1, 1, 200, context_blocks=200)),
-        member("d2", "decode", Load(1, 1, 20, context_blocks=20)),
-        member("p1", "prefill", Load(2, 2, 50, 640.0, context_blocks=50)),
-        member("p2", "prefill", Load(1, 1, 10, 320.0, context_blocks=10)),
+        member("d1", "decode", ExpectedLoad(1, 1, 200, context_blocks=200)),
+        member("d2", "decode", ExpectedLoad(1, 1, 20, context_blocks=20)),
+        member("p1", "prefill", ExpectedLoad(2, 2, 50, 640.0, context_blocks=50)),
+        member("p2", "prefill", ExpectedLoad(1, 1, 10, 320.0, context_blocks=10)),
         member("p3", "prefill", FULL),
         held={"p1": 100, "d2": 7},
     )
@@ -131,7 +131,7 @@ def test_workers_of_different_widths_are_partners_if_their_blocks_are_equal() ->
 
 def test_a_near_worker_wins_until_its_backlog_outweighs_the_transfer() -> None:
     def pick(tokens: float) -> str:
-        near = member("near", "prefill", Load(1, 1, 0, tokens))
+        near = member("near", "prefill", ExpectedLoad(1, 1, 0, tokens))
         far = member("far", "prefill", transfer=endpoint("h2"))
         return decided(member("d", "decode"), near, far).route[0].worker
 
@@ -142,7 +142,7 @@ def test_a_near_worker_wins_until_its_backlog_outweighs_the_transfer() -> None:
 HOSTS = st.tuples(
     st.sampled_from(["", "h1", "h2", "h3"]), st.booleans(), st.sampled_from(["nixl", "loopback"]), st.sampled_from("xy")
 ).map(lambda t: endpoint(t[0], rdma=t[1], backend=t[2], layout=t[3]))
-LOADS = st.builds(Load, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
+LOADS = st.builds(ExpectedLoad, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
 
 
 @examples(200)
@@ -153,7 +153,7 @@ LOADS = st.builds(Load, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200
     st.floats(0, 3),
 )
 def test_the_cheapest_partner_is_what_trying_all_of_them_finds(
-    rows: list[tuple[Endpoint | None, Load]], target: Endpoint | None, blocks: int, weight: float
+    rows: list[tuple[Endpoint | None, ExpectedLoad]], target: Endpoint | None, blocks: int, weight: float
 ) -> None:
     pool = [member(f"p{i}", "prefill", load, found) for i, (found, load) in enumerate(rows)]
 
@@ -260,15 +260,20 @@ def test_without_a_limit_decode_workers_on_gpus_compute_no_prompt_while_a_prefil
         ([D, member("p", "prefill", FULL)], {}, [], 0),  # full for another reason: the request waits
         ([member("d", "decode", pair_only=True), behind()], {}, ["prefill p", "decode d"], 0),
         ([member("d", "decode", pair_only=True), behind(tokens=MOST_UNCOMPUTED + 1)], {}, [], 0),
-        ([member("d", "decode", Load(3, 3, 900)), behind()], {}, [], 0),  # its KV cache is full
+        ([member("d", "decode", ExpectedLoad(3, 3, 900)), behind()], {}, [], 0),  # its KV cache is full
         # what the decode worker has to compute itself
         ([member("d", "decode", computing(4000, 1)), behind()], {}, ["decode d"], 19_000),
         ([member("d", "decode", computing(13_000), slots=64), behind()], {}, ["prefill p", "decode d"], 0),
         ([member("d", "decode", computing(20_000), slots=64), behind()], {}, ["prefill p", "decode d"], 0),
         # and the answers that the prompt would delay
-        ([member("d", "decode", Load(60, 60, 400), slots=64), behind()], {}, ["decode d"], 19_000),
-        ([member("d", "decode", Load(99, 99, 400), slots=128), behind()], {}, ["decode d"], 19_000),
-        ([member("d", "decode", Load(99, 99, 400, 4000.0, 1), slots=128), behind()], {}, ["prefill p", "decode d"], 0),
+        ([member("d", "decode", ExpectedLoad(60, 60, 400), slots=64), behind()], {}, ["decode d"], 19_000),
+        ([member("d", "decode", ExpectedLoad(99, 99, 400), slots=128), behind()], {}, ["decode d"], 19_000),
+        (
+            [member("d", "decode", ExpectedLoad(99, 99, 400, 4000.0, 1), slots=128), behind()],
+            {},
+            ["prefill p", "decode d"],
+            0,
+        ),
     ],
 )
 def test_a_decode_worker_computes_a_prompt_where_all_its_prefill_workers_are_behind_and_it_costs_less(
@@ -313,9 +318,9 @@ def test_media_come_through_the_encode_worker_to_a_decode_worker_that_computes_t
 
 
 def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_transfer() -> None:
-    warm, cold = member("warm", "decode", Load(1, 1, 80)), member("cold", "decode")
+    warm, cold = member("warm", "decode", ExpectedLoad(1, 1, 80)), member("cold", "decode")
     assert names(decided(warm, cold, P, held={"warm": 120})) == ["decode warm"]
-    overloaded = member("warm", "decode", Load(1, 1, 800, 20_000.0))
+    overloaded = member("warm", "decode", ExpectedLoad(1, 1, 800, 20_000.0))
     assert names(decided(overloaded, cold, P, held={"warm": 120})) == ["prefill p", "decode cold"]
 
 
@@ -324,7 +329,7 @@ def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_t
     [
         ([D, member("p", "prefill", FULL)], ASK, "full", None),
         ([member("d", "decode", FULL), P], ASK, "full", None),
-        ([member("d", "decode", Load(1, 3)), P], RoutingRequest("m", 4000, 1, 125, n=2), "full", None),
+        ([member("d", "decode", ExpectedLoad(1, 3)), P], RoutingRequest("m", 4000, 1, 125, n=2), "full", None),
         ([member("d", "decode", state=WorkerState.draining)], ASK, "draining", None),
         ([member("d", "decode", computing(MOST_UNCOMPUTED + 1), slots=64)], ASK, "full", None),
         ([SMALL, member("p", "prefill", total_blocks=9)], ASK, "too_small", "out_of_blocks"),
@@ -352,8 +357,8 @@ def test_a_named_worker_does_everything(mode: RouterMode, named: str) -> None:
 
 
 def test_other_modes_pick_each_stage_in_their_way() -> None:
-    decodes = [member(f"d{i}", "decode", Load(i, i)) for i in range(3)]
-    prefills = [member(f"p{i}", "prefill", Load(2 - i, 2 - i)) for i in range(3)]
+    decodes = [member(f"d{i}", "decode", ExpectedLoad(i, i)) for i in range(3)]
+    prefills = [member(f"p{i}", "prefill", ExpectedLoad(2 - i, 2 - i)) for i in range(3)]
     fleet = [*decodes, *prefills]
     assert names(decided(*fleet, mode="least_loaded")) == ["prefill p2", "decode d0"]
     turns = [names(decided(*fleet, mode="round_robin", number=t)) for t in range(4)]
@@ -515,7 +520,7 @@ def test_the_same_image_meets_the_same_worker_and_few_move_when_one_leaves() -> 
 
 @given(st.binary(min_size=1, max_size=32), st.lists(st.integers(0, 50), min_size=1, max_size=8))
 def test_no_encode_worker_gets_much_more_than_its_share(medium: bytes, loads: list[int]) -> None:
-    pool = [member(f"e{i}", "encode", Load(n, n), slots=100) for i, n in enumerate(loads)]
+    pool = [member(f"e{i}", "encode", ExpectedLoad(n, n), slots=100) for i, n in enumerate(loads)]
     chosen, preferred = encoders.pick(medium, pool)
     assert chosen.load.requests < 1.25 * (sum(loads) + 1) / len(loads) + 1
     assert preferred == (chosen is encoders.by_preference(medium, pool)[0])
@@ -529,7 +534,7 @@ def test_no_encode_worker_gets_much_more_than_its_share(medium: bytes, loads: li
 def test_an_overloaded_encode_worker_is_skipped_and_the_decision_says_so() -> None:
     pool = [member(f"e{i}", "encode", slots=50) for i in range(3)]
     first = encoders.by_preference(IMAGE.medium, pool)[0].id[0]
-    loaded = [member(m.id[0], "encode", Load(9, 9) if m.id[0] == first else IDLE, slots=50) for m in pool]
+    loaded = [member(m.id[0], "encode", ExpectedLoad(9, 9) if m.id[0] == first else IDLE, slots=50) for m in pool]
     choice = decided(*loaded, A, ask=IMAGE)
     assert choice.route[0].worker == encoders.by_preference(IMAGE.medium, pool)[1].id[0]
     assert choice.how.endswith("since the preferred one is overloaded")
@@ -564,7 +569,7 @@ def test_without_a_partner_they_wait_and_others_are_taken() -> None:
         ["aggregated w"],
         ["prefill p", "decode d"],
     )
-    assert names(decided(decode, member("w", "aggregated", Load(3, 3)))) == ["aggregated w"]
+    assert names(decided(decode, member("w", "aggregated", ExpectedLoad(3, 3)))) == ["aggregated w"]
 
 
 def test_one_that_is_named_alone_is_refused() -> None:

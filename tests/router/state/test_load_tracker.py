@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.router.state.attempts import ENDED_REMEMBERED
 from penstock.router.state.load_tracker import LoadState, LoadTracker, merge
 from penstock.router.state.snapshots import only_logged
-from penstock.router.state.target_loads import Load
+from penstock.router.state.target_loads import ExpectedLoad
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
@@ -42,7 +42,7 @@ def restored(state: LoadState, registrations: Iterable[Registration] = (), rate:
     return made
 
 
-def load_of(f: LoadTracker, target: tuple[str, int], now_ns: int) -> Load:
+def load_of(f: LoadTracker, target: tuple[str, int], now_ns: int) -> ExpectedLoad:
     """Without what was served, which has no end."""
     return msgspec.structs.replace(f.load(target, now_ns), served_tokens=0)
 
@@ -99,14 +99,14 @@ def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, s
         assert f.has_capacity() == any(f.capacity(worker) for worker in WORKERS)
     for entry in one.active():
         one.finish(entry.request)
-    assert load_of(one, ("a", 0), 0) == load_of(one, ("b", 0), 0) == Load(), "nothing leaks"
+    assert load_of(one, ("a", 0), 0) == load_of(one, ("b", 0), 0) == ExpectedLoad(), "nothing leaks"
 
 
 def test_an_own_decision_and_its_echo_count_once() -> None:
     f = fleet()
     assert admit(f, "r", cached_tokens=64)
     assert not admit(f, "r", cached_tokens=64, echoed=True)
-    assert load_of(f, ("a", 0), 0) == Load(1, 1, 2, 36.0, context_blocks=4)
+    assert load_of(f, ("a", 0), 0) == ExpectedLoad(1, 1, 2, 36.0, context_blocks=4)
 
 
 def test_the_log_overrules_a_decision_that_lost_the_race() -> None:
@@ -114,7 +114,7 @@ def test_the_log_overrules_a_decision_that_lost_the_race() -> None:
     admit(f, "r", worker="a")
     assert admit(f, "r", worker="b", echoed=True)
     assert not admit(f, "r", worker="a"), "too late"
-    assert load_of(f, ("a", 0), 0) == Load()
+    assert load_of(f, ("a", 0), 0) == ExpectedLoad()
     assert [e.request for e in f.active_at("b")] == ["r"]
 
 
@@ -326,7 +326,7 @@ def test_the_sums_are_those_of_the_active_requests_whatever_happened(steps: list
         for target in TARGETS:
             at = [e for e in f.active() if e.target_id == target]
             if (row := f.loads.row(target)) is None:
-                assert load_of(f, target, SECOND) == Load()
+                assert load_of(f, target, SECOND) == ExpectedLoad()
                 continue
             load = load_of(f, target, SECOND)
             assert (load.requests, load.sequences) == (len(at), sum(e.n for e in at))
@@ -368,7 +368,7 @@ def test_another_router_continues_from_a_snapshot() -> None:
         assert load_of(g, place, SECOND + 10_000_000) == load_of(f, place, SECOND + 10_000_000)
     assert not admit(g, "gone")
     g.finish("r")
-    assert load_of(g, ("a", 0), 0) == Load()
+    assert load_of(g, ("a", 0), 0) == ExpectedLoad()
 
 
 def test_a_worker_is_found_by_alias_with_one_target_per_rank() -> None:
@@ -441,7 +441,7 @@ def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: lis
         assert entry.seq == 10 * entry.attempt - 1 - len(entry.later)
         assert all(entry in one.active_at(stage.worker) for stage in entry.stages)
         one.finish(entry.request)
-    assert all(load_of(one, place, 0) == Load() for place in PLACES), "nothing leaks"
+    assert all(load_of(one, place, 0) == ExpectedLoad() for place in PLACES), "nothing leaks"
     assert merge(one.parts()).backlogs == ()
 
 
@@ -450,17 +450,19 @@ def test_a_request_counts_at_every_stage_that_is_left() -> None:
     for worker, role in (("e", "encode"), ("p", "prefill"), ("d", "decode")):
         f.put_worker(registered(worker, role=role))
     admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32)
-    assert load_of(f, ("e", 0), 0) == Load(1, 1, 0, 0.0)
-    assert load_of(f, ("p", 0), 0) == Load(1, 2, 3, 68.0, context_blocks=8)
-    assert load_of(f, ("d", 0), 0) == Load(1, 2, 4, context_blocks=8), "all of its blocks, and none of its prefill"
+    assert load_of(f, ("e", 0), 0) == ExpectedLoad(1, 1, 0, 0.0)
+    assert load_of(f, ("p", 0), 0) == ExpectedLoad(1, 2, 3, 68.0, context_blocks=8)
+    assert load_of(f, ("d", 0), 0) == ExpectedLoad(1, 2, 4, context_blocks=8), (
+        "all of its blocks, and none of its prefill"
+    )
     assert f.capacity("d") == 4
     assert not admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32, echoed=True, seq=5)
     assert admit(f, "r", worker="p", route=(P, D), n=2, cached_tokens=32, echoed=True, seq=6)
-    assert load_of(f, ("e", 0), 0) == Load()
-    assert load_of(f, ("p", 0), 0) == Load(1, 2, 3, 68.0, context_blocks=8)
+    assert load_of(f, ("e", 0), 0) == ExpectedLoad()
+    assert load_of(f, ("p", 0), 0) == ExpectedLoad(1, 2, 3, 68.0, context_blocks=8)
     assert admit(f, "r", worker="d", route=(D,), n=2, handed=True, echoed=True, seq=9)
-    assert load_of(f, ("p", 0), 0) == Load()
-    assert load_of(f, ("d", 0), 0) == Load(1, 2, 4, context_blocks=8)
+    assert load_of(f, ("p", 0), 0) == ExpectedLoad()
+    assert load_of(f, ("d", 0), 0) == ExpectedLoad(1, 2, 4, context_blocks=8)
     assert not admit(f, "r", worker="p", route=(P, D), n=2, echoed=True, seq=6), "an echo that is late"
     entry = f.request("r")
     assert entry is not None
@@ -486,7 +488,7 @@ def test_the_log_overrules_another_route_however_long() -> None:
     f = fleet()
     admit(f, "r", worker="d", route=(D,))
     assert admit(f, "r", worker="p", route=(P, C), echoed=True)
-    assert load_of(f, ("d", 0), 0) == Load()
+    assert load_of(f, ("d", 0), 0) == ExpectedLoad()
     assert [e.request for e in f.active_at("c")] == ["r"]
 
 

@@ -10,7 +10,7 @@ from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.placement import decide
 from penstock.router.recovery import recovery
 from penstock.router.state import cluster_state
-from penstock.router.state.target_loads import Load, RoutingTarget
+from penstock.router.state.target_loads import ExpectedLoad, RoutingTarget
 from penstock.schemas import jobs, wire
 from penstock.schemas.errors import Code
 from penstock.schemas.jobs import LoadHeader, Stage
@@ -203,7 +203,7 @@ async def test_ranks_of_a_split_request_are_in_its_route(clients: Clients, one: 
 async def test_an_image_begins_at_an_encode_worker_and_moves_on(clients: Clients, one: Routing) -> None:
     stubs = await fleet(clients, one, e1="encode", e2="encode", p="prefill", d="decode")
     asked = picture()
-    members = [RoutingTarget((name, 0), stubs[name].registration, Load()) for name in ("e1", "e2")]
+    members = [RoutingTarget((name, 0), stubs[name].registration, ExpectedLoad()) for name in ("e1", "e2")]
     home = decide.by_preference(asked.media[0].digest, members)[0].id[0]
     await clients.ask(asked)
     worker, job = await clients.placed(asked)

@@ -101,7 +101,7 @@ _decode_report = msgspec.msgpack.Decoder(RankReport).decode
 _decode_work = msgspec.msgpack.Decoder(RankStep | PackedStep | RankWeights).decode
 
 
-class Link:
+class RankLink:
     """Messages over one end of a socket pair. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -178,8 +178,8 @@ def start_process(ends: RankSockets) -> RankProcess:
 
 class _Rank(NamedTuple):
     number: int
-    link: Link
-    transfers: Link
+    link: RankLink
+    transfers: RankLink
     process: RankProcess
 
 
@@ -221,7 +221,7 @@ class EngineRanks:
         steps, transfers = socket.socketpair(), socket.socketpair()
         with steps[1], transfers[1]:
             process = start(RankSockets(steps[1], transfers[1]))
-        rank = _Rank(order.rank, Link(steps[0]), Link(transfers[0]), process)
+        rank = _Rank(order.rank, RankLink(steps[0]), RankLink(transfers[0]), process)
         self._ranks.append(rank)
         threading.Thread(target=self._watch, args=(rank,), name=f"rank-{order.rank}", daemon=True).start()
         with contextlib.suppress(OSError):  # its end is seen when the ranks meet
@@ -380,7 +380,7 @@ class EngineRanks:
         return heard
 
     @property
-    def transfers(self) -> tuple[Link, ...]:
+    def transfers(self) -> tuple[RankLink, ...]:
         return tuple(rank.transfers for rank in self._ranks)
 
     def close(self) -> None:
@@ -419,7 +419,7 @@ class LeadingExecutor:
         return self._executor.pool  # type: ignore[attr-defined, no-any-return]
 
     @property
-    def transfers(self) -> tuple[Link, ...]:
+    def transfers(self) -> tuple[RankLink, ...]:
         """Of each other rank: how its blocks are moved."""
         return self._ranks.transfers
 
@@ -450,7 +450,7 @@ class LeadingOverlapExecutor:
         return self.launch(plan, scoring).result()
 
     @property
-    def transfers(self) -> tuple[Link, ...]:
+    def transfers(self) -> tuple[RankLink, ...]:
         return self._ranks.transfers
 
     def memory(self) -> dict[str, Memory]:
@@ -614,7 +614,7 @@ def _parts(step: RankStep) -> tuple[bytes, bytes, bytes, bytes]:
 
 
 def serve(
-    link: Link,
+    link: RankLink,
     build: Callable[[str, NativeOptions, RankGroup], RankFollower],
     built: Callable[[dict[str, Memory]], None] = lambda pools: None,
 ) -> int:

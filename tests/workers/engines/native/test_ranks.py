@@ -34,7 +34,7 @@ from penstock.workers.engines.native.model.options import NativeOptions
 from penstock.workers.engines.native.ranks import (
     EngineRanks,
     LeadingOverlapExecutor,
-    Link,
+    RankLink,
     RankSockets,
     serve,
     start_process,
@@ -75,13 +75,17 @@ class RankThread:
         self._thread.start()
 
     def _run(self) -> None:
-        self._status = serve(Link(self._ends.steps), build_module.build_follower, self._built)
+        self._status = serve(RankLink(self._ends.steps), build_module.build_follower, self._built)
         self.kill()
 
     def _built(self, pools: dict[str, Memory]) -> None:
         if self._network is not None:
             opened = partial(open_loopback, self._network)
-            arguments = (Link(self._ends.transfers), pools, lambda backend, agent, pools, **more: opened(agent, pools))
+            arguments = (
+                RankLink(self._ends.transfers),
+                pools,
+                lambda backend, agent, pools, **more: opened(agent, pools),
+            )
             threading.Thread(target=serve_transport, args=arguments, daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> int:
