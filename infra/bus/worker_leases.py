@@ -1,5 +1,6 @@
 """The registered workers: the ``workers`` bucket as a live table. Each lease is timed by this process's clock."""
 
+import re
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -9,7 +10,7 @@ import msgspec
 import structlog
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.direct_get import Entry
+from penstock.infra.bus.direct_get import Entry, read
 from penstock.infra.bus.log_tail import LogTail
 from penstock.schemas import fleet
 
@@ -28,6 +29,29 @@ class RegisteredWorker(msgspec.Struct):
     revision: int  # of the key, for removing it
     renewed_at: float  # monotonic
     joined_at: float = 0.0  # monotonic; when it was first read
+
+
+async def registrations(bus: Bus) -> list[fleet.Registration]:
+    """Workers with a live lease, in the order of ``by_name``, read once.
+
+    One that cannot be read, of a later build, is left out.
+
+    Raises:
+        ServingError: the bucket cannot be read.
+    """
+    now_ns, found = time.time_ns(), []
+    async for entry in read(bus, f"KV_{bus.subjects.bucket('workers')}", bus.subjects.lease(">")):
+        if entry.data and now_ns - entry.time_ns < STALE_NS:  # else the marker of a lease that ended
+            try:
+                found.append(fleet.decode(entry.data))
+            except msgspec.MsgspecError as error:
+                log.warning("registration_unreadable", worker=entry.subject.rpartition(".")[2], error=str(error))
+    return sorted(found, key=lambda each: by_name(each.name, each.worker))
+
+
+def by_name(name: str, worker: str) -> tuple[list[tuple[str, int]], str]:
+    """The key that sorts workers as people do: worker-2 before worker-10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)], worker
 
 
 class WorkerRegistry:

@@ -27,6 +27,7 @@ from penstock.cli.commands import unknown_variables
 from penstock.cli.figures import show_size
 from penstock.configs.settings import WorkerSettings, served_names
 from penstock.configs.up_settings import UpSettings
+from penstock.infra.bus.connection import Bus
 from penstock.infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from penstock.infra.model import modeldir
 from penstock.infra.model.embedding_model import makes_vectors
@@ -522,9 +523,8 @@ class Deployment:
         async with contextlib.AsyncExitStack() as stack:
             brokers = []
             for cell, subjects in enumerate(self._subjects):
-                nc = await connect_operator(self._url("operator", cell))
-                stack.push_async_callback(nc.close)
-                brokers.append((nc, subjects))
+                bus = Bus(await connect_operator(self._url("operator", cell)), subjects)
+                brokers.append(await stack.enter_async_context(bus))
             while readiness.waiting:
                 if self._failed.done():
                     self._failed.result()

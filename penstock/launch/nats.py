@@ -327,7 +327,7 @@ def _changes(done: Sequence[str]) -> str:
     return "; ".join([*parts, *(each for each in done if not each.startswith("created "))])
 
 
-async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> Client:
+async def connect_operator(url: str, on_refused: Sequence[Refused] = ()) -> BusClient:
     """A connection for administration. It fails after a few seconds; a serving process would retry.
 
     Args:

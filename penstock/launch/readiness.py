@@ -12,28 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
-from nats.aio.client import Client
-from nats.errors import Error as NatsError
 
+from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.worker_leases import registrations
 from penstock.launch.state import Running
-from penstock.schemas import fleet
-from penstock.schemas.subjects import Subjects
-
-
-async def registrations(nc: Client, subjects: Subjects) -> list[fleet.Registration]:
-    """Of workers with a live lease; those that were read until the broker did not answer."""
-    js, stream = nc.jetstream(), f"KV_{subjects.bucket('workers')}"
-    found = []
-    try:
-        info = await js.stream_info(stream, subjects_filter=subjects.lease(">"))
-        for key in info.state.subjects or ():
-            message = await js.get_last_msg(stream, key, direct=True)
-            if message.data:  # else the marker of a lease that ended
-                found.append(fleet.decode(message.data))
-    except (NatsError, TimeoutError, msgspec.DecodeError):  # a key may end between the two questions
-        pass
-    return found
-
+from penstock.schemas.errors import ServingError
+from penstock.schemas.fleet import Registration
 
 _MOST = 1 << 20
 
@@ -128,11 +112,11 @@ class Readiness:
         self._ready = ready
         self._cells = frozenset(cells)
 
-    async def look(self, cells: Sequence[tuple[Client, Subjects]]) -> None:
+    async def look(self, cells: Sequence[Bus]) -> None:
         """Ask once; processes that are ready are removed from ``waiting``."""
-        for nc, subjects in cells:
+        for bus in cells:
             if missing := self._workers & self.waiting.keys():
-                for name in {each.name for each in await registrations(nc, subjects)} & missing:
+                for name in {each.name for each in await _registered(bus)} & missing:
                     self._done(name)
         for name, url in self._gateways.items():
             if name not in self.waiting:
@@ -183,9 +167,16 @@ async def served_models(url: str) -> list[ListedModel] | None:
     return None if status == 401 else []
 
 
-async def registered_models(cells: Iterable[tuple[Client, Subjects]]) -> list[ListedModel]:
+async def registered_models(cells: Iterable[Bus]) -> list[ListedModel]:
     """The models that workers serve; for where no gateway lists them without a key."""
     found: dict[str, ListedModel] = {}
-    for each in [each for cell in cells for each in await registrations(*cell)]:
+    for each in [each for bus in cells for each in await _registered(bus)]:
         found.setdefault(each.model, ListedModel(each.model, each.model, (each.output or "text",)))
     return list(found.values())
+
+
+async def _registered(bus: Bus) -> list[Registration]:
+    try:
+        return await registrations(bus)
+    except ServingError:  # the stream may have no leader yet
+        return []

@@ -13,8 +13,9 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.worker_leases import registrations
 from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
-from penstock.operate.workers import alone, chosen, registrations
+from penstock.operate.workers import alone, chosen
 from penstock.schemas import control, wire
 from penstock.schemas.fleet import Registration, WorkerState
 

@@ -15,10 +15,10 @@ from penstock.configs.flags import Parser
 from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Readable, read
+from penstock.infra.bus.worker_leases import registrations
 from penstock.launch.readiness import metrics
 from penstock.launch.state import read_state
 from penstock.log_tools.sources.open_log import CellSource, LogSource, add_flags, cells_of, open_log, run_command
-from penstock.operate.workers import registrations
 from penstock.router.state.prefix_index import PrefixIndex
 from penstock.schemas import kv
 

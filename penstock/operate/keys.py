@@ -16,10 +16,11 @@ from penstock.cli.terminal import escape, stdout
 from penstock.configs.flags import Parser, add_broker_flags, or_none, whole_number
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.worker_leases import registrations
 from penstock.log_tools.sources.open_log import LogSource, open_log, run_command
 from penstock.operate import key_store
 from penstock.operate.key_store import copy_into, line_of, read_keys
-from penstock.operate.workers import registrations, unserved
+from penstock.operate.workers import unserved
 from penstock.schemas.errors import ServingError
 from penstock.schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, MOST_PER_MONTH, ApiKey, check_id, digest_of, new_key
 from penstock.schemas.requests import Priority

@@ -18,13 +18,13 @@ from penstock.cli.terminal import stdout
 from penstock.configs.flags import Parser, whole_number
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.worker_leases import registrations
 from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.supervisor import RESUME
 from penstock.launch.readiness import get_url
 from penstock.launch.state import DeploymentState, Running, ask_for_cells, read_state, start_of, write_resume
 from penstock.log_tools.sources.open_log import LogSource, open_cells, run_command
 from penstock.operate.observe import queued
-from penstock.operate.workers import registrations
 from penstock.schemas.fleet import WorkerState
 
 POLL_S = 0.1

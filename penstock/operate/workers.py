@@ -1,6 +1,5 @@
-"""The registered workers, read once."""
+"""Registered workers by name, and the registered routers."""
 
-import re
 import time
 from collections.abc import Iterable, Sequence
 
@@ -9,29 +8,8 @@ import msgspec
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.worker_leases import STALE_NS
-from penstock.schemas import fleet
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.routers import Member, decode
-
-
-async def registrations(bus: Bus) -> list[Registration]:
-    """Workers with a live lease, in the order of ``by_name``.
-
-    Raises:
-        ServingError: the bucket cannot be read.
-    """
-    now_ns = time.time_ns()
-    registered = [
-        fleet.decode(entry.data)
-        async for entry in read(bus, f"KV_{bus.subjects.bucket('workers')}", bus.subjects.lease(">"))
-        if entry.data and now_ns - entry.time_ns < STALE_NS  # else the marker of a lease that ended
-    ]
-    return sorted(registered, key=lambda each: by_name(each.name, each.worker))
-
-
-def by_name(name: str, worker: str) -> tuple[list[tuple[str, int]], str]:
-    """The key that sorts workers as people do: worker-2 before worker-10."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)], worker
 
 
 def unserved(registered: Iterable[Registration], models: Iterable[str]) -> str:

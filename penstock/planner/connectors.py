@@ -25,11 +25,11 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.worker_leases import registrations
 from penstock.infra.nats_server.datadir import holder
 from penstock.infra.process.supervisor import RESUME
 from penstock.launch.state import DeploymentState, Running, read_state, write_resume
 from penstock.operate.drain import DrainFailed, ask, change_of
-from penstock.operate.workers import registrations
 from penstock.schemas import control
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import Registration

@@ -11,8 +11,8 @@ from itertools import product
 from penstock.cli.figures import quantile
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import stream_end
+from penstock.infra.bus.worker_leases import registrations
 from penstock.operate.observe import EndsFollower
-from penstock.operate.workers import registrations
 from penstock.schemas.fleet import Registration, WorkerState
 from penstock.schemas.plans import ROLES, Observation, Pool, Role, Times
 from penstock.schemas.requests import Priority

@@ -21,9 +21,9 @@ from penstock.configs.logs import setup
 from penstock.configs.planner_settings import BadRules, PlannerSettings, rules_of
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
+from penstock.infra.bus.worker_leases import registrations
 from penstock.log_tools.sources.open_log import FAILURES, LogSource, open_cells, open_log
 from penstock.measure.profile.data import BadProfile, Profile, load, mock_profile
-from penstock.operate.workers import registrations
 from penstock.planner.capacity import EngineTiming
 from penstock.planner.connectors import BadCluster, Connector, DryRun, KubernetesApi, LocalWorkers, Replicas
 from penstock.planner.loop import NoDecision, PlannerLoop

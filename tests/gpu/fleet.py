@@ -26,8 +26,8 @@ from pathlib import Path
 import httpx
 
 from penstock.infra.bus.connection import connect
+from penstock.infra.bus.worker_leases import registrations
 from penstock.launch.state import DeploymentState, read_state
-from penstock.operate.workers import registrations
 from penstock.planner.connectors import LocalWorkers
 from penstock.schemas.plans import Role
 from tests.gpu import disaggregated

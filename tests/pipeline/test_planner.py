@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from penstock.infra.bus.connection import connect
+from penstock.infra.bus.worker_leases import registrations
 from penstock.launch.state import Running
 from penstock.measure.profile.data import save
-from penstock.operate.workers import registrations
 from penstock.planner.connectors import LocalWorkers
 from tests.penstock.planner.engines import engine
 from tests.pipeline.conftest import NewDeployment

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from penstock.cli.commands import main
 from penstock.infra.bus.connection import Bus, connect
+from penstock.infra.bus.worker_leases import registrations
 from penstock.infra.model.modeldir import DEMO, MODELS
 from penstock.log_tools.requests.leases import leases
 from penstock.log_tools.timeline.read import read_timeline
-from penstock.operate.workers import registrations
 from penstock.schemas.fleet import ConnectorUse
 from tests import standins
 from tests.demo_model.shared_weights import join

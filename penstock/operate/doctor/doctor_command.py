@@ -28,6 +28,7 @@ from penstock.configs import logs
 from penstock.configs.flags import Parser
 from penstock.configs.settings import GatewaySettings
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.worker_leases import registrations
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import uses
 from penstock.launch.state import DeploymentState, read_state
@@ -44,7 +45,6 @@ from penstock.operate.doctor.fleet import (
     from_outside,
 )
 from penstock.operate.doctor.machine import PLANNED, SHARED_MEMORY_FIX, Growth, check_machine
-from penstock.operate.workers import registrations
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import ConnectorUse
 from penstock.schemas.streams import topology

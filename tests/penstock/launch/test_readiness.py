@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from penstock.launch.readiness import Readiness
-from penstock.schemas.subjects import Subjects
 
 READY = b'{"status": "ready", "reasons": [], "components": [], "endpoints": []}'
 ONE_CELL = b'{"status": "ready", "reasons": [], "cells": {"1": "no router takes requests"}}'
@@ -48,7 +47,7 @@ async def test_a_gateway_is_ready_when_it_says_so_itself(
     async with answering(status, body) as url:
         readiness = Readiness(workers, {"gateway-0": url}, ready.append)
         readiness.waiting.pop("worker-0", None)  # it is registered
-        await readiness.look([(cast(Any, None), Subjects("ps"))])
+        await readiness.look([cast(Any, None)])
     assert ready == ([] if waits else ["gateway-0"])
     assert (waits or "") in readiness.waiting.get("gateway-0", "")
 
@@ -59,5 +58,5 @@ async def test_a_gateway_is_ready_when_it_uses_every_cell_that_has_workers(
 ) -> None:
     async with answering(b"200 OK", ONE_CELL) as url:
         readiness = Readiness([], {"gateway-0": url}, lambda name: None, cells)
-        await readiness.look([(cast(Any, None), Subjects("ps"))])
+        await readiness.look([cast(Any, None)])
     assert readiness.waiting.get("gateway-0") == waits

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from penstock.infra.bus.connection import Bus
+from penstock.infra.bus.worker_leases import by_name
 from penstock.infra.nats_server.retention import StreamUse
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.observe import (
@@ -32,7 +33,6 @@ from penstock.operate.observe import (
     workers,
 )
 from penstock.operate.top import bar, picture, run
-from penstock.operate.workers import by_name
 from penstock.schemas import wire
 from penstock.schemas.errors import ServingError
 from penstock.schemas.fleet import GpuUse, Load, Registration
