@@ -68,167 +68,22 @@ from penstock.gateway.http.usage import UsageEndpoint
 from penstock.gateway.service.gateway import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
-from penstock.schemas.fleet import Diffuser, Embedder, LoraAdapter
+from penstock.schemas.fleet import Embedder, LoraAdapter
 from penstock.schemas.requests import EMBEDDING, RERANK, SCORE, new_request_id, request_of_answer
-
-_INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.DOTALL)
-
-
-def home_page() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers. Its policy allows this style and this script alone, and requests to this gateway."""
-    page = (Path(__file__).parent / "home.html").read_bytes()
-    allowed = {kind.decode(): base64.b64encode(sha256(text).digest()).decode() for kind, text in _INLINE.findall(page)}
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{allowed['style']}'; script-src 'sha256-{allowed['script']}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return page, {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
-
-
-class Home:
-    def __init__(self) -> None:
-        self._page, self._headers = home_page()
-
-    async def get(self, request: Request) -> Response:
-        return Response(self._page, media_type="text/html", headers=self._headers)
-
-
-MOST_WORKERS = 1000  # in one answer
-MOST_ADAPTER_BYTES = 1 << 16  # of a body that names one, or a folder of weights
-
-
-class Component(Struct, frozen=True, omit_defaults=True):
-    """``reason``: why it is not ready; "": it is. ``role``, ``model``: of a worker."""
-
-    name: str
-    ready: bool
-    reason: str = ""
-    role: str = ""
-    model: str = ""
-
-
-class Health(Struct, frozen=True):
-    """``status``: "ready" or "not ready", as in ``/health/ready``."""
-
-    status: str
-    reasons: list[str]
-    components: list[Component]
-    endpoints: list[str]
-
-
-class HealthAnswer(NamedTuple):
-    health: Health
-    status: int
-
-
-def health_of(gateway: Gateway, endpoints: list[str]) -> HealthAnswer:
-    """The components of a deployment as this gateway sees them, and the HTTP status.
-
-    Args:
-        endpoints: paths that this gateway serves.
-    """
-    reasons = gateway.not_ready()
-    connected = gateway.bus.connected
-    routed = connected and gateway.has_routers
-    unrouted = "its consumers are missing on the broker" if gateway.lacks_consumer else "none takes requests"
-    components = [
-        _component("gateway", "it is shutting down" if gateway.draining else ""),
-        _component("broker", "" if connected else "it is not connected"),
-        _component("routers", "" if routed else unrouted if connected else "the broker is not connected"),
-    ]
-    workers = gateway.fleet.workers()
-    named = Counter(registration.name for registration, _ in workers)
-    for registration, reason in workers[:MOST_WORKERS]:
-        # Unnamed workers of one host have one name, unless their metrics ports were chosen.
-        name = registration.name if named[registration.name] == 1 and registration.name else registration.worker
-        components.append(Component(name, not reason, reason, registration.role, registration.model))
-    status = "not ready" if reasons else "ready"
-    return HealthAnswer(Health(status, reasons, components, endpoints), 503 if reasons else 200)
-
-
-def _component(name: str, reason: str) -> Component:
-    return Component(name, not reason, reason)
-
-
-_json = msgspec.json.encode
-
-
-async def send_message_error(send: asgi.Send, error: ServingError, request_id: str = "") -> None:
-    request_id = request_id or new_request_id()
-    names = [(name, request_id.encode()) for name in (asgi.REQUEST_ID, b"request-id")]
-    await send_refusal(send, error, messages_status(error.code), _json(message_error(error, request_id)), names)
-
 
 log = structlog.get_logger("gateway")
 
-
-class JsonEndpoint:
-    """A POST endpoint that is answered here, without a request to a worker.
-
-    Args:
-        compute: from a body and its caller to what is sent as JSON; raises ``ServingError``.
-        refuse: sends an error.
-    """
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        compute: Callable[[bytes, Caller], Awaitable[msgspec.Struct]],
-        refuse: Callable[[asgi.Send, ServingError], Awaitable[None]] = send_error,
-    ) -> None:
-        self._gateway = gateway
-        self._compute = compute
-        self._refuse = refuse
-
-    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        gateway = self._gateway
-        try:
-            body = await asgi.read_body(scope, receive, gateway.settings.max_body_bytes)
-            content = msgspec.json.encode(await self._compute(body, caller_of(scope)))
-            headers = [JSON, (b"content-length", b"%d" % len(content)), (asgi.REQUEST_ID, new_request_id().encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": content})
-        except ServingError as error:
-            await self._refuse(send, error)
-        except asgi.ClientDisconnected:
-            pass
-        except Exception:
-            log.exception("http_handler_failed", path=scope["path"])
-            with contextlib.suppress(RuntimeError):
-                await self._refuse(send, INTERNAL)
-
-
-_MESSAGES = "/v1/messages"
-_ANTHROPIC_VERSION = b"anthropic-version"  # a header that all clients of Anthropic's send
-
-
-def asks_anthropic(scope: asgi.Scope) -> bool:
-    """Whether the client expects Anthropic's shapes."""
-    path: str = scope["path"]
-    return path.startswith(_MESSAGES) or any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
+_json = msgspec.json.encode
+MOST_ADAPTER_BYTES = 1 << 16  # of a body that names one, or a folder of weights
+MOST_WORKERS = 1000  # in one answer
 
 
 # Clients with a base URL that lacks /v1 ask for these.
 _WITHOUT_VERSION = tuple(
-    "/" + path
+    f"/{path}"
     for path in (
-        "chat/",
-        "completions",
-        "responses",
-        "messages",
-        "embeddings",
-        "models",
-        "images/",
-        "videos/",
-        "files",
-        "batches",
-        "rerank",
-        "score",
+        *("chat/", "completions", "responses", "messages", "embeddings", "models"),
+        *("images/", "videos/", "files", "batches", "rerank", "score"),
     )
 )
 _VERSION = "v1"
@@ -323,11 +178,15 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
     """Every endpoint. Those that answer a body are here for requests with a wrong method."""
     api, stored, files = _Api(gateway), StoredResponses(gateway), FilesAndBatches(gateway, batches)
     ollama = OllamaModels(gateway)
-    page = (Path(__file__).parent / "docs.html").read_bytes()
+    page, headers = home_page()
+    docs_page = (Path(__file__).parent / "docs.html").read_bytes()
     openapi = _json(document(version("penstock")))
 
+    async def home(request: Request) -> Response:
+        return Response(page, media_type="text/html", headers=headers)
+
     async def docs(request: Request) -> Response:
-        return Response(page, media_type="text/html")
+        return Response(docs_page, media_type="text/html")
 
     async def openapi_json(request: Request) -> Response:
         return Response(openapi, media_type="application/json")
@@ -381,8 +240,44 @@ def routes_of(gateway: Gateway, batches: Batches) -> list[Route]:
         Route("/metrics", api.metrics),
         Route("/openapi.json", openapi_json),
         Route("/docs", docs),
-        Route("/", Home().get),
+        Route("/", home),
     ]
+
+
+class JsonEndpoint:
+    """A POST endpoint that is answered here, without a request to a worker.
+
+    Args:
+        compute: from a body and its caller to what is sent as JSON; raises ``ServingError``.
+        refuse: sends an error.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        compute: Callable[[bytes, Caller], Awaitable[msgspec.Struct]],
+        refuse: Callable[[asgi.Send, ServingError], Awaitable[None]] = send_error,
+    ) -> None:
+        self._gateway = gateway
+        self._compute = compute
+        self._refuse = refuse
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        gateway = self._gateway
+        try:
+            body = await asgi.read_body(scope, receive, gateway.settings.max_body_bytes)
+            content = msgspec.json.encode(await self._compute(body, caller_of(scope)))
+            headers = [JSON, (b"content-length", b"%d" % len(content)), (asgi.REQUEST_ID, new_request_id().encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
+        except ServingError as error:
+            await self._refuse(send, error)
+        except asgi.ClientDisconnected:
+            pass
+        except Exception:
+            log.exception("http_handler_failed", path=scope["path"])
+            with contextlib.suppress(RuntimeError):
+                await self._refuse(send, INTERNAL)
 
 
 class _Api:
@@ -412,9 +307,6 @@ class _Api:
             "parent": model.name
         }
 
-    def _diffusion_card(self, name: str, model: Diffuser) -> dict[str, Any]:
-        return self._card(name, name, model.kind)
-
     def _embedding_card(self, name: str, model: Embedder) -> dict[str, Any]:
         if model.scores:
             return self._card(name, name, SCORE, max_model_len=model.max_tokens)
@@ -425,7 +317,7 @@ class _Api:
 
     def _cards(self, caller: Caller) -> dict[str, dict[str, Any]]:
         fleet = self._gateway.fleet
-        diffusion = {name: self._diffusion_card(name, model) for name, model in fleet.diffusion_models.ready().items()}
+        diffusion = {name: self._card(name, name, model.kind) for name, model in fleet.diffusion_models.ready().items()}
         embedding = {name: self._embedding_card(name, model) for name, model in fleet.embedding_models.ready().items()}
         text = {name: self._model_card(name, model) for name, model in fleet.listed()}
         text |= {adapter.name: self._adapter_card(adapter, model) for adapter, model in fleet.adapters()}
@@ -524,6 +416,108 @@ def _reply(value: Any, status: int = 200) -> Response:
     return Response(_json(value), status_code=status, media_type="application/json")
 
 
+class Component(Struct, frozen=True, omit_defaults=True):
+    """``reason``: why it is not ready; "": it is. ``role``, ``model``: of a worker."""
+
+    name: str
+    ready: bool
+    reason: str = ""
+    role: str = ""
+    model: str = ""
+
+
+class Health(Struct, frozen=True):
+    """``status``: "ready" or "not ready", as in ``/health/ready``."""
+
+    status: str
+    reasons: list[str]
+    components: list[Component]
+    endpoints: list[str]
+
+
+class HealthAnswer(NamedTuple):
+    health: Health
+    status: int
+
+
+def health_of(gateway: Gateway, endpoints: list[str]) -> HealthAnswer:
+    """The components of a deployment as this gateway sees them, and the HTTP status.
+
+    Args:
+        endpoints: paths that this gateway serves.
+    """
+    reasons = gateway.not_ready()
+    connected = gateway.bus.connected
+    routed = connected and gateway.has_routers
+    unrouted = "its consumers are missing on the broker" if gateway.lacks_consumer else "none takes requests"
+    reason_of = {
+        "gateway": "it is shutting down" if gateway.draining else "",
+        "broker": "" if connected else "it is not connected",
+        "routers": "" if routed else unrouted if connected else "the broker is not connected",
+    }
+    components = [Component(name, not reason, reason) for name, reason in reason_of.items()]
+    workers = gateway.fleet.workers()
+    named = Counter(registration.name for registration, _ in workers)
+    for registration, reason in workers[:MOST_WORKERS]:
+        # Unnamed workers of one host have one name, unless their metrics ports were chosen.
+        name = registration.name if named[registration.name] == 1 and registration.name else registration.worker
+        components.append(Component(name, not reason, reason, registration.role, registration.model))
+    status = "not ready" if reasons else "ready"
+    return HealthAnswer(Health(status, reasons, components, endpoints), 503 if reasons else 200)
+
+
+# --- errors ---
+
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_VERSION = b"anthropic-version"  # a header that all clients of Anthropic's send
+
+
+def asks_anthropic(scope: asgi.Scope) -> bool:
+    """Whether the client expects Anthropic's shapes."""
+    path: str = scope["path"]
+    return path.startswith(_MESSAGES) or any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
+
+
+async def send_message_error(send: asgi.Send, error: ServingError, request_id: str = "") -> None:
+    request_id = request_id or new_request_id()
+    names = [(name, request_id.encode()) for name in (asgi.REQUEST_ID, b"request-id")]
+    await send_refusal(send, error, messages_status(error.code), _json(message_error(error, request_id)), names)
+
+
+def _refusal(request: Request, error: ServingError, status: int, headers: Mapping[str, str] | None = None) -> Response:
+    if asks_ollama(request.url.path):
+        body = _json(OllamaError(error.message))
+    elif asks_anthropic(request.scope):
+        name = new_request_id()
+        status = messages_status(error.code) if status == error.code.status else status
+        body = _json(message_error(error, name))
+        headers = {**(headers or {}), "x-request-id": name, "request-id": name}
+    else:
+        body = _json(error_body(error))
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+async def _serving_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServingError)
+    return _refusal(request, error, error.code.status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return _refusal(request, no_endpoint(method, path), 404)
+    allowed = (error.headers or {}).get("Allow", "")
+    why = f"{path} does not support {method}; use {allowed}" if allowed else f"{method} {path}: {error.detail}"
+    refused = ServingError(Code.invalid_request, f"{why} (see /docs)")
+    return _refusal(request, refused, error.status_code, error.headers)
+
+
+async def _crash(request: Request, error: Exception) -> Response:
+    log.error("http_handler_failed", path=request.url.path, error=repr(error))
+    return _refusal(request, INTERNAL, 500)
+
+
 _NO_ASSISTANTS = "POST /v1/responses continues a conversation with previous_response_id, and calls your tools."
 _NO_TUNING = "Train the model elsewhere, and serve its folder: penstock up --model FOLDER."
 _NO_ADMINISTRATION = "Keys and tenants are managed with `penstock keys` and `penstock tenants`."
@@ -585,35 +579,22 @@ def no_endpoint(method: str, path: str) -> ServingError:
     return ServingError(Code.endpoint_not_found, f"{why} GET /docs lists all endpoints")
 
 
-def _refusal(request: Request, error: ServingError, status: int, headers: Mapping[str, str] | None = None) -> Response:
-    if asks_ollama(request.url.path):
-        body = _json(OllamaError(error.message))
-    elif asks_anthropic(request.scope):
-        name = new_request_id()
-        status = messages_status(error.code) if status == error.code.status else status
-        body = _json(message_error(error, name))
-        headers = {**(headers or {}), "x-request-id": name, "request-id": name}
-    else:
-        body = _json(error_body(error))
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+# --- the page at / ---
+
+_INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
-async def _serving_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServingError)
-    return _refusal(request, error, error.code.status)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    method, path = request.method, request.url.path
-    if error.status_code == 404:
-        return _refusal(request, no_endpoint(method, path), 404)
-    allowed = (error.headers or {}).get("Allow", "")
-    why = f"{path} does not support {method}; use {allowed}" if allowed else f"{method} {path}: {error.detail}"
-    refused = ServingError(Code.invalid_request, f"{why} (see /docs)")
-    return _refusal(request, refused, error.status_code, error.headers)
-
-
-async def _crash(request: Request, error: Exception) -> Response:
-    log.error("http_handler_failed", path=request.url.path, error=repr(error))
-    return _refusal(request, INTERNAL, 500)
+def home_page() -> tuple[bytes, dict[str, str]]:
+    """The page and its headers. Its policy allows this style and this script alone, and requests to this gateway."""
+    page = (Path(__file__).parent / "home.html").read_bytes()
+    allowed = {kind.decode(): base64.b64encode(sha256(text).digest()).decode() for kind, text in _INLINE.findall(page)}
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{allowed['style']}'; script-src 'sha256-{allowed['script']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
