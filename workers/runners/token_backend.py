@@ -25,7 +25,8 @@ from penstock.workers.engines.engine_protocol import Engine, EngineError, Engine
 from penstock.workers.kv_transfer.staging import BUFFER_BYTES
 from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
-from penstock.workers.runners.token_runner import TokenPace, TokenRunner
+from penstock.workers.runners.token_pace import TokenPace
+from penstock.workers.runners.token_runner import TokenRunner
 from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.process import ProcessEvents
 from penstock.workers.session.request_runner import ServedModel, SessionContext
