@@ -494,7 +494,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16", "fp8"],
         about("native: data type of KV; auto: as --dtype; fp8 takes half the memory of bfloat16"),
     ] = "auto"
-    hybrid_kv_cache: Annotated[bool, about("native: free KV blocks behind sliding windows")] = True
+    hybrid_kv_cache: Annotated[bool, about("native: free KV blocks that have left sliding windows")] = True
     kv_offloading_size: Annotated[
         float, Meta(ge=0, description="native, mock: GiB of host memory for KV blocks that leave the pool; 0: none")
     ] = 0.0

@@ -406,14 +406,14 @@ def fallen_back(request: GenerateRequest, number: int, attempt: int) -> Generate
     """A request as one of its fallbacks runs it.
 
     Args:
-        number: of the fallback, as in ``GenerateRequest.fallback``; one that is behind the request's own.
+        number: of the fallback, as in ``GenerateRequest.fallback``; one that is after the request's own.
         attempt: its first as this fallback.
     Raises:
         msgspec.MsgspecError, IndexError: there is none of that number that this version can read.
     """
     at = number - request.fallback
     if at < 1:
-        raise IndexError(f"{number} is not behind fallback {request.fallback}")
+        raise IndexError(f"{number} is not after fallback {request.fallback}")
     other = decode(request.fallbacks[at - 1].request)
     processors = other.sampling.logits_processors
     if not any(each.name == FALLBACK for each in processors):

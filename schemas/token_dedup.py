@@ -91,7 +91,7 @@ class TokenReassembler:
 
     @property
     def waiting(self) -> bool:
-        """Whether items are held behind a gap. If it does not close, read the stream again into a new instance."""
+        """Whether items are held after a gap. If it does not close, read the stream again into a new instance."""
         return any(choice.early for choice in self._choices) or (self._prompt is not None and bool(self._prompt.early))
 
     @property

@@ -78,7 +78,7 @@ class GatewayMetrics:
         self.connections_refused = scope.gauge("connections_refused", "connections beyond the limit, since the start")
         self.connections_moved = scope.gauge(
             "connections_moved",
-            "connections closed behind an answer as other gateways have fewer, since the start",
+            "connections closed after an answer as other gateways have fewer, since the start",
         )
         self.gateways = scope.gauge("gateways", "gateways that accept from the same address, this one included")
         self.files_limit = scope.gauge(

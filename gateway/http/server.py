@@ -293,7 +293,7 @@ class HttpConnection(HttpToolsProtocol):
         self._last_error: ServingError | None = None  # sent after the open answers; nothing more is read
         self.cycle: AsgiCycle = None  # type: ignore[assignment]  # the newest request
         self._answered: AsgiCycle | None = None  # the oldest open one
-        self.pipeline: deque[AsgiCycle] = deque()  # type: ignore[assignment]  # those behind it, the newest first
+        self.pipeline: deque[AsgiCycle] = deque()  # type: ignore[assignment]  # those after it, the newest first
         self._idle_since = 0.0  # while the server drains; 0: it is not idle
         self._kept_since = 0.0  # the last answer ended, and nothing has come since; 0: something has
         self._small = False  # what is being read is so short that no head in it exceeds the limits

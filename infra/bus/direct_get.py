@@ -153,7 +153,7 @@ async def read(
             if until_seq is not None and entry.seq > until_seq:
                 return
             if too_early and server_ns(entry) < since_ns:
-                continue  # a replica that was behind knew no better place to start
+                continue  # a replica that lagged behind knew no better place to start
             too_early = False
             yield entry
         if entries:

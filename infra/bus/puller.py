@@ -77,7 +77,7 @@ class PullSubscription:
         if self._bus.connected:
             with contextlib.suppress(NatsError, OSError):  # messages in flight on a broken connection are lost
                 await nc._send_unsubscribe(self._sub._id)
-                await nc.flush(timeout=FLUSH_S)  # the server's answer is behind its last message
+                await nc.flush(timeout=FLUSH_S)  # the server's answer is after its last message
         await self._arrived.join()
 
     async def close(self) -> None:
@@ -207,7 +207,7 @@ class Puller:
 
     Args:
         handle: called with each message; must not raise.
-        remake: creates the consumer again after it was deleted, from behind the message on whose acknowledgement
+        remake: creates the consumer again after it was deleted, from after the message on whose acknowledgement
             subject it is called ("": nothing was received); False: it is there. Raises OSError if it cannot.
         room: how many more messages could be started now.
         expires_s: a request that is not filled by then is repeated. To a process that was stopped, messages are sent
@@ -264,7 +264,7 @@ class Puller:
         """
         await self.stop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S), self._turn:  # behind a restart that is under way: it is the last
+            async with asyncio.timeout(DRAIN_S), self._turn:  # after a restart that is under way: it is the last
                 await asyncio.gather(*(sub.drain() for sub in self._subs))
         await self._end()
 

@@ -126,7 +126,7 @@ class PatchGrid(NamedTuple):
 
 def sampled(total: int, wanted: int) -> list[int]:
     """Numbers of evenly spread frames, rounded as ``torch.arange`` rounds them: to float32, then down. Unlike it, never
-    one more than wanted, which would be behind the last frame."""
+    one more than wanted, which would be after the last frame."""
     step, form = total / wanted, f"{wanted}f"
     places = struct.unpack(form, struct.pack(form, *(number * step for number in range(wanted))))
     return [int(place) for place in places]

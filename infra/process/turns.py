@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from io import FileIO
 
-# Of work in small parts, such as a router's decisions. Without it, if others run behind each part, a request takes 14 %
+# Of work in small parts, such as a router's decisions. Without it, if others run after each part, a request takes 14 %
 # more CPU at 64 connections (``penstock bench http --concurrency 64``, 40 alternating pairs on two cores).
 SLICE_S = 0.002
 # Reading the broker's messages and collecting garbage come on top. While 300 requests of 0.3 ms come in, what else is
@@ -35,7 +35,7 @@ class TimeSlice:
     """For work in many small parts that never await: call ``yield_if_spent`` after each.
 
     A slice begins with its first part. What is published within one slice leaves in one write and arrives in one read,
-    so to yield earlier costs every process behind this one a wake-up.
+    so to yield earlier costs every process after this one a wake-up.
     """
 
     def __init__(self) -> None:

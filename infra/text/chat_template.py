@@ -33,7 +33,7 @@ _GIVEN: Mapping[str, Mapping[str, list[Message]]] = {
     "tools": {"tools": [_PROBE_TOOL]},
     "documents": {"documents": [{"title": "t", "text": "d"}]},
 }
-# By role, what stands before and behind a message of it: templates refuse what does not alternate.
+# By role, what stands before and after a message of it: templates refuse what does not alternate.
 _AROUND: Mapping[str, tuple[list[Message], list[Message]]] = {
     "user": ([], []),
     "system": ([], [{"role": "user", "content": "u"}]),

@@ -306,7 +306,7 @@ def _sample() -> str:
 
 
 def _borders() -> Iterator[tuple[str, str]]:
-    """What may stand before and behind a space that begins a word, at which texts are cut."""
+    """What may stand before and after a space that begins a word, at which texts are cut."""
     draw = random.Random(1)
     for _ in range(500):
         left, right = ("".join(draw.choices(_NEAR, k=draw.randint(0, 8))) for _ in range(2))

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         prog="penstock run",
         description="serve a model for one question or conversation: start what is needed, answer, stop. A model of "
         "the Hugging Face hub is downloaded first.",
-        epilog="flags of `penstock up` go behind --, as in: penstock run demo 'What is 12 + 5?' -- --threads 2",
+        epilog="flags of `penstock up` go after --, as in: penstock run demo 'What is 12 + 5?' -- --threads 2",
     )
     parser.add_argument("model", help="model directory, Hugging Face id, or a bundled model such as demo")
     question_help = "what to ask; -: read it from standard input; without one: talk"

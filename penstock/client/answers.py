@@ -161,7 +161,7 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...] = ()
     usage: Usage | None = None
     prompt_logprobs: list[Any] | None = None
-    position: Position = Position("")  # behind this; set by the client, not on the wire
+    position: Position = Position("")  # after this; set by the client, not on the wire
     request: str = ""  # the request's id, as in GET /v1/requests/<id>
 
     @property

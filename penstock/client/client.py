@@ -224,7 +224,7 @@ class Call(_Request):
 class Stream(_Request):
     """A streamed answer: iterate over its chunks, once.
 
-    ``position`` is behind the last chunk that was returned: save it to continue there. Leaving the loop early leaves
+    ``position`` is after the last chunk that was returned: save it to continue there. Leaving the loop early leaves
     the request running; ``cancel`` ends it.
     """
 

@@ -612,7 +612,7 @@ class HeldRequests:
 
         Nothing held is looked at before the result is read, which is rare, and takes 0.1 s where 100,000 are held.
 
-        Held requests are left out where this router reads no more of their class: a copy would be stored behind
+        Held requests are left out where this router reads no more of their class: a copy would be stored after
         requests that no router has read.
 
         Args:

@@ -107,7 +107,7 @@ class CellCosts:
         pending = PendingRequest(request, b"", "", now_ns)
         targets = [each for each in self._tracker.targets(now_ns, request.model) if computes(each)]
         held = self._held_tokens.get(request.model, 0) / max(1, len(targets))
-        if self._held.is_waiting(pending):  # it would be held behind those
+        if self._held.is_waiting(pending):  # it would be held after those
             return self._held_cost(pending, held)
         decision, _ = self._decider.decide(pending, keys_view(request.digests), now_ns, waited_s=0.0)
         costs = [each.score for each in decision.candidates if not each.excluded]

@@ -64,7 +64,7 @@ HEALTH = Dashboard(
             "percentunit",
             kind="stat",
             columns=4,
-            about="Share of the requests' stream that is free behind the oldest unfinished one",
+            about="Share of the requests' stream that is free after the oldest unfinished one",
         ),
         Panel(
             "Event loops",

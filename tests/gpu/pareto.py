@@ -74,7 +74,7 @@ def swept(axis: Any, found: list[dict[str, Any]]) -> None:
             for x, y, streams in points:
                 axis.annotate(streams, (x, y), fontsize=6, xytext=(4, 3), textcoords="offset points")
     axis.set_title("two H200, 8B shape, 1,024 -> 256 tokens, by connections", fontsize=9)
-    axis.set_xlabel("tokens/s of an answer, behind its first token", fontsize=8)
+    axis.set_xlabel("tokens/s of an answer, after its first token", fontsize=8)
     axis.set_ylabel("tokens/s per GPU", fontsize=8)
 
 

@@ -50,7 +50,7 @@ def timed(paged: PagedAttention, case: Case) -> float:
 
 
 def kernels() -> None:
-    print("| chunks: tokens behind cached ones | in pages | by cuDNN | TFLOP/s | | differ by |")
+    print("| chunks: tokens after cached ones | in pages | by cuDNN | TFLOP/s | | differ by |")
     for parts in CASES:
         case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(), chunks=parts, layers=LAYERS, least=0)
         flops = sum(4 * 4096 * tokens * (start + tokens / 2) for start, tokens in parts)
@@ -105,7 +105,7 @@ def whole() -> None:
             least = (NEVER, LEAST)[turn % 2]
             with (
                 mock.patch.object(packing, "LONG", least),
-                mock.patch.object(packing, "LONG_BEHIND", least),
+                mock.patch.object(packing, "LONG_AFTER", least),
                 mock.patch.object(packing, "BEHIND_WORK", least),
             ):
                 took, *_ = drive(engine, ask(streams, tokens, 1, 128256, 100 * (streams + tokens) + turn))

@@ -6,7 +6,7 @@ the last one, up to ``MAX_AHEAD`` steps are batched; then the engine waits, so t
 when the broker is slow.
 
 Waits for blocks or slots of the engine are served first come, first served in each pool: the first is tried again when
-something has come free, and those behind it only after it succeeded. They have no timeout here: the caller cancels.
+something has come free, and the others only after it has succeeded. They have no timeout here: the caller cancels.
 """
 
 import concurrent.futures
@@ -109,7 +109,7 @@ ITEMS_PER_S = 5_000  # token items that a worker publishes, within these bounds
 # (``penstock bench http --concurrency 64``, 40 alternating pairs with a mock engine on two cores).
 FAST_STEP_S = 0.0005
 # How long such an engine waits, after a flush with first tokens, until they are written. It holds the interpreter, so
-# they would wait for its next steps, or for ``sys.setswitchinterval``. One that runs ahead waits behind every flush, at
+# they would wait for its next steps, or for ``sys.setswitchinterval``. One that runs ahead waits after every flush, at
 # most for a share of a step's time: to launch one takes milliseconds of Python. A flush is written 0.2 ms after its
 # step instead of 1.2 (``python -m tests.perf.tuning writes``).
 WRITE_S = 0.002

@@ -487,7 +487,7 @@ class KvTransfer(Protocol):
             digests: names of the prompt's full blocks.
             tails: copies of its last block, which is not full: one per sequence that continues in it, or 0.
             users: sequences that will start with the reservation.
-            tokens: of the prompt, behind which windows of sliding layers end; 0: of its full blocks.
+            tokens: of the prompt, after which windows of sliding layers end; 0: of its full blocks.
 
         Raises:
             RequestError: there are never so many rows.

@@ -248,7 +248,7 @@ def _staged_pieces(copy: HeadCopy, local: Sequence[int], remote: Sequence[int], 
 
 
 def whole_blocks(staged: Memory, peer_pool: Memory, remote: NDArray[np.int64]) -> CopyOp:
-    """Blocks of a peer, one behind the other in a staging buffer."""
+    """Blocks of a peer, one after the other in a staging buffer."""
     return merge_runs(staged, peer_pool, np.arange(len(remote)), remote, BlockSpan(0, peer_pool.block_bytes))
 
 

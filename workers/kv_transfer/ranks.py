@@ -56,7 +56,7 @@ class Channel(Protocol):
 
 
 class RankCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call of a rank's transport; ``peer`` and the fields behind it are its arguments."""
+    """A call of a rank's transport; ``peer`` and the fields after it are its arguments."""
 
     number: int
     name: str

@@ -294,7 +294,7 @@ def _read(store: Any, size: int, presence: _Presence, device: torch.device) -> G
 def _read_part(
     agent: Any, placed: _Placed, part: list[tuple[int, int, int]], memory: Memory, presence: _Presence
 ) -> None:
-    """Ranges of the trainer's memory, one behind the other."""
+    """Ranges of the trainer's memory, one after the other."""
     at, local = memory.base, []
     for _, size, _ in part:
         local.append((at, size, memory.device))

@@ -1,6 +1,6 @@
 """The thread in which an engine without KV blocks is built, runs and is closed, and what its users share.
 
-Engines of images, videos and embeddings are used in it. Their runners have no stage before or behind them.
+Engines of images, videos and embeddings are used in it. Their runners have no stage before or after them.
 """
 
 import asyncio

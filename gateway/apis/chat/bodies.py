@@ -416,7 +416,7 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
         | None
     ) = None
     add_generation_prompt: (
-        Annotated[bool, Meta(description="false: the prompt ends behind the last message, and begins no answer")] | None
+        Annotated[bool, Meta(description="false: the prompt ends after the last message, and begins no answer")] | None
     ) = None
     continue_final_message: Annotated[bool, Meta(description="continue the text of the last message")] | None = None
 

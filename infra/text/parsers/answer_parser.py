@@ -261,7 +261,7 @@ class AnswerParser:
         Args:
             limited: the answer was cut off by its length: the beginning of a call is not shown as text.
             whole: nothing was shown yet. A call that was cut off is none then: its arguments are not what the model
-                meant. Behind complete calls it is left out, else it is content.
+                meant. After complete calls it is left out, else it is content.
         """
         self._deltas.grew = 0
         if self._steps is None:

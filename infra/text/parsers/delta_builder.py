@@ -50,7 +50,7 @@ class DeltaBuilder:
         thought: of reasoning between two marks: BEGUN or CLOSED; 0: there is none so far.
         source: the reader of the last call.
         searching: stop strings count from here on.
-        stop: the stop string that was found; nothing is taken in behind it.
+        stop: the stop string that was found; nothing is taken in after it.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class DeltaBuilder:
             tools: calls may follow, so white space is held back until it is known what follows.
             one_call: return the first call only.
             stops: stop strings, searched in the content.
-            stops_shown: the content ends behind the stop string, not before it.
+            stops_shown: the content ends after the stop string, not before it.
         """
         self._marks = marks
         self._matcher = StopMatcher(stops) if stops else None

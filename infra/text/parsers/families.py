@@ -29,7 +29,7 @@ class Thoughts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         opening, closing: marks, of which any counts. The first ones are what constraints ask for.
         implied: an answer begins within reasoning unless the prompt has closed it.
-        again: there may be more of it behind content, if the marks are tokens. A mark without its other is dropped.
+        again: there may be more of it after content, if the marks are tokens. A mark without its other is dropped.
         channels: it is messages of the harmony format, which has no other marks.
         template: what a chat template has of it, so that it is detected, a list within the list being one of several;
             empty: it is never detected.
@@ -70,9 +70,9 @@ class CallFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         reader: which one reads them.
-        section: what stands before the first call and behind the last one.
+        section: what stands before the first call and after the last one.
         each: each call has a section of its own.
-        call: what stands before each call and behind it. Of "markup", before its name, and behind its arguments.
+        call: what stands before each call and after it. Of "markup", before its name, and after its arguments.
         between: calls.
         also: other texts with which models begin a section, beside the first of ``section``, or of ``call``.
         starts: characters that also begin calls, but only as the first of an answer.
@@ -81,13 +81,13 @@ class CallFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         name_key, arguments_key: json: of the object of a call.
         keyed: json: a call is ``{"name": {...}}``.
-        head: json: a call is this, with the name in place of ``{name}``, and the bare arguments behind it.
+        head: json: a call is this, with the name in place of ``{name}``, and the bare arguments after it.
         call_id: json: a mark in the head, before an id of the model's.
         ids: how ids are written. "kimi": ``functions.name:number`` is name and id. "short": nine characters.
 
-        name_end: markup: behind the name.
-        key: markup: before the name of an argument, and behind it.
-        value_end: markup: behind the value of an argument. With a line break before it, values are on their own lines.
+        name_end: markup: after the name.
+        key: markup: before the name of an argument, and after it.
+        value_end: markup: after the value of an argument. With a line break before it, values are on their own lines.
         types: markup: what says whether a value is text: the tool's schema, or an attribute ``string`` or ``type``.
         entities: markup: names are escaped as in XML.
         cdata: markup: a value may be a CDATA section.

@@ -87,14 +87,14 @@ def json_calls(form: CallFormat, marks: Marks) -> CallReader:
 
 
 def _ending(opener: str) -> str:
-    """What stands behind calls that begin with an element, or with a fence."""
+    """What stands after calls that begin with an element, or with a fence."""
     if found := _ELEMENT.fullmatch(opener):
         return f"</{found[1]}>"
     return "```" if opener.startswith("```") else ""
 
 
 def listed_calls(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
-    """A reader of ``{...}, {...}]`` behind its "[". It raises MalformedCall where what follows is not a call."""
+    """A reader of ``{...}, {...}]`` after its "[". It raises MalformedCall where what follows is not a call."""
     one = one_call(form)
 
     def listed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
@@ -111,7 +111,7 @@ def listed_calls(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[Non
 
 
 def one_call(form: CallFormat) -> Callable[[Reader, DeltaBuilder], Steps[None]]:
-    """A reader of a call behind its "{"."""
+    """A reader of a call after its "{"."""
     keys = tuple(dict.fromkeys((form.arguments_key, *_ARGUMENTS, *(() if form.starts else _ALSO_ARGUMENTS))))
 
     def one(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
@@ -172,7 +172,7 @@ def _unquoted(text: str) -> str:
 def _object(
     reader: Reader, deltas: DeltaBuilder, name_key: str, arguments_keys: tuple[str, ...], *, needs_arguments: bool
 ) -> Steps[None]:
-    """One call, ``{"name": ..., "arguments": {...}}``, behind its "{". Streams once the name is known."""
+    """One call, ``{"name": ..., "arguments": {...}}``, after its "{". Streams once the name is known."""
     name = ""
     early: list[str] | None = None  # arguments that precede the name
     begun = False
@@ -227,7 +227,7 @@ def _object(
 
 
 def _keyed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
-    """One call, ``{"name": {...}}``, behind its "{"."""
+    """One call, ``{"name": {...}}``, after its "{"."""
     yield from reader.space()
     name = parse_name((yield from string(reader)))
     yield from reader.space()

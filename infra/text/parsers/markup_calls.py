@@ -92,7 +92,7 @@ class _Markup:
         end_call(reader, deltas)
 
     def _one(self, reader: Reader, deltas: DeltaBuilder, offered: Offered, *, in_section: bool = False) -> Steps[str]:
-        """Read a call behind what stands before its name; returns the last mark that was read.
+        """Read a call after what stands before its name; returns the last mark that was read.
 
         Args:
             in_section: it may also be written as JSON.
@@ -160,7 +160,7 @@ class _Element(NamedTuple):
 
 
 class _Tag:
-    """An opening mark behind which a name stands, perhaps attributes, and what closes it.
+    """An opening mark after which a name stands, perhaps attributes, and what closes it.
 
     Attributes:
         closed: something does.
@@ -201,7 +201,7 @@ class _Values:
     """Reads the values of arguments.
 
     Attributes:
-        following: what may come behind an argument.
+        following: what may come after an argument.
     """
 
     def __init__(self, form: CallFormat, marks: Marks, following: tuple[str, str, str], key_tag: _Tag) -> None:
@@ -282,7 +282,7 @@ class _Values:
             space = yield from reader.space()
             expected = self.following if stop == value_end else tuple({self._close} - {stop, ""})
             mark = (yield from reader.literal(*expected)) if expected else ""
-            # A mark with anything else behind it is a part of the value, which has it as its text.
+            # A mark with anything else after it is a part of the value, which has it as its text.
             if mark or (reader.ended and (not reader.peek() or (expected and reader.cut_off(*expected)))):
                 return True, mark or self._unclosed.get(stop, "")
             emit(stop + space)

@@ -264,7 +264,7 @@ class Reader:
             yield
 
     def follows(self, pattern: "re.Pattern[str]", then: str) -> Steps[bool]:
-        """Whether at least one character of a kind comes next, and ``then``, at most one, behind. Reads nothing."""
+        """Whether at least one character of a kind comes next, and ``then``, at most one, after it. Reads nothing."""
         while True:
             match = pattern.match(self._text, self._at)
             assert match is not None

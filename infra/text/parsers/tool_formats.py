@@ -38,7 +38,7 @@ class ToolFormat:
     """Marks that are tokens of the vocabulary are their characters here (``marks``).
 
     Attributes:
-        calls: reads the calls behind an opener, as ``(reader, deltas, offered, opener)``. It may raise MalformedCall
+        calls: reads the calls after an opener, as ``(reader, deltas, offered, opener)``. It may raise MalformedCall
             until it commits what it has read; after each call it sets a new checkpoint.
         openers: marks in front of calls, anywhere in the text.
         firsts: texts in front of calls, but only as the first of an answer.
@@ -58,7 +58,7 @@ class ContentMarks:
     Attributes:
         frame: at its two ends.
         layout: wherever they stand.
-        thoughts: behind these, there is no content but reasoning.
+        thoughts: after these, there is no content but reasoning.
     """
 
     frame: tuple[str, str] = ("", "")
@@ -91,7 +91,7 @@ def try_calls(
     opener: str,
     otherwise: Callable[[str], None],
 ) -> Steps[bool]:
-    """Read calls behind an opener. Text that is not a call goes to ``otherwise``. Returns: whether there was a call.
+    """Read calls after an opener. Text that is not a call goes to ``otherwise``. Returns: whether there was a call.
 
     The beginning of a call whose rest a limit cut off is neither.
     """
@@ -125,7 +125,7 @@ def read_content(
 
     Args:
         begun: it is no beginning of an answer.
-    Returns: it ends with a mark behind which there is reasoning.
+    Returns: it ends with a mark after which there is reasoning.
     """
     opening, closing = marks.frame
     framed = begun
@@ -148,7 +148,7 @@ def read_content(
         if mark in openers:
             assert tools is not None
             yield from try_calls(reader, deltas, tools, offered, mark, deltas.content)
-        elif mark == opening and not framed and not deltas.has_content:  # behind a call
+        elif mark == opening and not framed and not deltas.has_content:  # after a call
             framed = True
             deltas.skip()
         elif mark == opening or (mark == closing and not framed):

@@ -181,7 +181,7 @@ def entry_at(path: Path) -> RecipeEntry:
     entry = entry_of(path.stem, str(path), path.read_text(encoding="utf-8"))
     if entry is None:
         keys = ", ".join(field.name for field in msgspec.structs.fields(Header) if field.required)
-        raise BadArguments([f"{path}: no header, which says what it is for: lines behind '# ', with {keys}"])
+        raise BadArguments([f"{path}: no header, which says what it is for: lines after '# ', with {keys}"])
     return entry
 
 

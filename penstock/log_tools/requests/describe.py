@@ -77,7 +77,7 @@ def _work(data: bytes) -> Described:
         route = " → ".join(f"{stage.role} {stage.worker}" for stage in decision.route) or decision.chosen
         resumed = sum(map(len, job.resume)) // 4
         text = f"attempt {job.attempt} ({decision.reason}) to {route}, waited {decision.waited_ns / 1e6:.1f} ms"
-        text += f", behind {counted(resumed, 'token')}" if resumed else ""
+        text += f", after {counted(resumed, 'token')}" if resumed else ""
         return Described("job", frozenset((request.id,)), text, jobs.with_candidates(message))
     kind = "prefilled" if isinstance(message, transfer.Prefilled) else "encoded"
     ticket = message.ticket

@@ -390,7 +390,7 @@ def _routed(event: RequestRouted, kind: str) -> InspectedEvent:
     stages = [(stage.role, target(stage.worker, stage.rank)) for stage in decision.route]
     where = " → ".join(f"{role} {name}" for role, name in stages) or target(decision.chosen, decision.rank) or "-"
     text = f"in mode {decision.mode} to {where}, after waiting {decision.waited_ns / 1e6:.1f} ms"
-    text += f", resuming behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
+    text += f", resuming after {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
     text += f" ({decision.reason})" if decision.reason not in ("", "new") else ""
     text += f"; {decision.how}" if decision.how else ""
     move = decision.route[0].move if decision.route else None

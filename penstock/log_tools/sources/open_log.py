@@ -96,7 +96,7 @@ class LogSource(NamedTuple):
 
     ``file``: an export (``penstock export``), read instead of all others; ``skip_bad``: without its damaged lines;
     ``verify``: leave out messages of a stopped deployment whose checksums are wrong; ``cells``: how many the deployment
-    has, 0: as the data folder says; ``cell_nats_urls``: brokers of those behind the first, as a gateway has them.
+    has, 0: as the data folder says; ``cell_nats_urls``: brokers of those after the first, as a gateway has them.
     """
 
     data_dir: Path

@@ -140,7 +140,7 @@ def records(block: bytes, resume: Resume | None = None) -> BlockRecords:
     """Find the records of a block.
 
     Args:
-        resume: finds those behind a record whose length is damaged; None: they are left out.
+        resume: finds those after a record whose length is damaged; None: they are left out.
     """
     places: list[Place] = []
     deleted: list[int] = []
@@ -466,7 +466,7 @@ class StoredStream:
 
         Args:
             pattern: of their subjects (``subject_pattern``); None: all.
-            after: behind this sequence; with 0, from the first message on that was stored at ``since_ns`` or later.
+            after: after this sequence; with 0, from the first message on that was stored at ``since_ns`` or later.
         """
         for data, places in self.by_block(after=after, since_ns=since_ns):
             for seq, time_ns, at in places:

@@ -86,7 +86,7 @@ class Multipliers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
     root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
-    prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length behind shared prefixes")] = 1.0
+    prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length after shared prefixes")] = 1.0
     max_prompt_tokens: Annotated[int, Meta(ge=0, description="of a trace: leave longer prompts out; 0: none")] = 0
 
 

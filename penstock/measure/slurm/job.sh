@@ -115,7 +115,7 @@ url() {
   sed -n "s/.*\"$1\": *\"\([^\"]*\)\".*/nats:\/\/$1:\1@$at/p" "$WORK/$(in_cell store "$2")/secrets.json"
 }
 
-# cell_urls USER: those of the cells behind the first.
+# cell_urls USER: those of the cells after the first.
 cell_urls() {
   local cell urls=
   for ((cell = 1; cell < CELLS; cell++)); do

@@ -103,7 +103,7 @@ async def gateway_on(
     """One gateway, stopped at once in the end.
 
     Args:
-        cells: brokers of the cells behind the first.
+        cells: brokers of the cells after the first.
         change: called before the gateway is opened.
     """
     async with AsyncExitStack() as stack:

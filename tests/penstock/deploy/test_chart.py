@@ -396,7 +396,7 @@ def test_cells_on_brokers_of_their_own_get_their_urls() -> None:
     ("values", "says"),
     [
         ("cells: {count: 2, placementTags: [a]}", "name the tags of each of the 2 cells; there are 1"),
-        (OWN_NATS + "cells: {count: 3, urlsSecrets: [a]}", "one for each of the 2 cells behind the first; there are"),
+        (OWN_NATS + "cells: {count: 3, urlsSecrets: [a]}", "one for each of the 2 cells after the first; there are"),
         ("cells: {count: 2, urlsSecrets: [a]}", "they go with broker.urlsSecret"),
         (
             "cells: {count: 2}\nworkers: {mock: {engine: mock}, mock-1: {engine: mock}}",

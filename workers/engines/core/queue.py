@@ -1,17 +1,17 @@
 """Chooses the waiting sequence that starts next, and its blocks. Pure.
 
 In each class sequences are served first come, first served, as far as tenants' shares allow (``StartQueue``).
-Whoever is next is the head, which nothing behind it overtakes. That must not end in a deadlock: a reservation holds
+Whoever is next is the head, which nothing overtakes. That must not end in a deadlock: a reservation holds
 blocks for a sequence that has not started, so a queue served strictly in order could stop for good, when its head needs
-blocks that a sequence behind it holds until its own turn. Three rules prevent that:
+blocks that a sequence after it holds until its own turn. Three rules prevent that:
 
-1. If there is no room for the head, the first behind it whose blocks are reserved goes before it: it needs little or
+1. If there is no room for the head, the first after it whose blocks are reserved goes before it: it needs little or
    nothing more, and its end makes room.
 2. The blocks that the first sequence without a reservation needs are not reserved for others, so few go before it.
 3. Reservations are reclaimed, the last one first: to whatever runs and has to grow, and, if nothing runs, to the head.
    Their sequences keep their places, and compute what is no longer in the cache.
 
-A sequence whose LoRA adapter has no slot on the device lets those behind it go first, ``MOST_PASSED`` times. After that
+A sequence whose LoRA adapter has no slot on the device lets those after it go first, ``MOST_PASSED`` times. After that
 nothing starts before it, so that those who run end and a slot becomes free.
 
 So if nothing runs, the head waits for nothing but reservations that are still to be filled (bounded by the transfer's

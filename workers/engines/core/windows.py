@@ -14,7 +14,7 @@ A row is in one of five states:
   evicts in its own order and reports as removed.
 - free.
 
-A prefix of the cache can be reused up to a block border if the rows that a window behind it covers are all there.
+A prefix of the cache can be reused up to a block border if the rows that a window there covers are all there.
 Passed rows are dropped without an event: a router's view of a prefix is exact for the longest chains, and a request
 that branches off inside one may find less.
 

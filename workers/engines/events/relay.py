@@ -146,7 +146,7 @@ class EventPublisher:
 
 log = structlog.get_logger("engine")
 
-WAIT_S = 0.005  # longest ``step`` of an idle engine: commands of the worker wait behind it
+WAIT_S = 0.005  # longest ``step`` of an idle engine: commands of the worker wait for its end
 LINGER_S = 0.5  # published events are awaited for this long; later ones call ``wake``
 HIGHEST_PORT = 65535
 

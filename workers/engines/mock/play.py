@@ -174,7 +174,7 @@ def read_recording(path: str, vocab_size: int, *, skip_bad: bool = False) -> lis
     """The requests of an export that have ended with tokens, in the order in which they did.
 
     Args:
-        skip_bad: leave damaged lines out, and what is behind the damage of a compressed file.
+        skip_bad: leave damaged lines out, and what is after the damage of a compressed file.
     Raises:
         ValueError: it cannot be read, has none, or its tokens are not this vocabulary's.
     """
@@ -196,7 +196,7 @@ def read_recording(path: str, vocab_size: int, *, skip_bad: bool = False) -> lis
         reason = (isinstance(error, OSError) and error.strerror) or error
         if not skip_bad or not number:
             raise ValueError(f"--play {path} cannot be read: {reason}") from error
-        bad.append(f"behind line {number}: {reason}")
+        bad.append(f"after line {number}: {reason}")
     if bad:
         log.warning("recording_lines_skipped", file=path, lines=len(bad), first=bad[0])
     played = [read for event in ended if (read := _played(event, requests.get(event.request), stored)) is not None]

@@ -64,7 +64,7 @@ class HostPool:
         except (OSError, RuntimeError) as error:
             raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
         self._bytes = self._data.view(torch.uint8).reshape(slots, pool.block_bytes).numpy()
-        self._copied: torch.cuda.Event | None = None  # behind the copies so far
+        self._copied: torch.cuda.Event | None = None  # after the copies so far
         self._under_way: deque[tuple[torch.cuda.Event, frozenset[int]]] = deque()  # with their blocks
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None  # around the last loads
         self.load_s = 0.0

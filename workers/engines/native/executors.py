@@ -221,7 +221,7 @@ def make_speculation(
         width=-(-limit // options.block_size) + 1,
         max_running=options.max_running,
         max_batched_tokens=options.max_batched_tokens,
-        # All tokens of the step before, or the last proposal, if all were accepted, and the token behind it.
+        # All tokens of the step before, or the last proposal, if all were accepted, and the token after it.
         tokens_per_sequence=1 + proposed if eagle is not None else 2,
         singles=1 + proposed if eagle is not None else 2,
         in_flight=proposed + 1,

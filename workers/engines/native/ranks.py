@@ -487,7 +487,7 @@ class TableSender:
         self._sent: dict[Sequence, _SentTable] = {}
 
     def pack(self, plan: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
-        """``spans`` and ``changes`` of ``RankStep``. Rows of sliding-window layers are tables of their own, behind."""
+        """``spans`` and ``changes`` of ``RankStep``. Rows of sliding-window layers follow in tables of their own."""
         spans: list[int] = []
         changes: list[int] = []
         for scheduled in plan:

@@ -236,7 +236,7 @@ def _counts_in(usage: Mapping[str, Any], *, thought: bool) -> Usage | None:
 
 
 class ChatReader:
-    """As ``CompletionReader``, of chunks of a chat. The server's counts come behind the end, which waits for them.
+    """As ``CompletionReader``, of chunks of a chat. The server's counts come after the end, which waits for them.
 
     Attributes:
         waits: the answer has ended, and the counts have not come.

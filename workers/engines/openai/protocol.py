@@ -126,7 +126,7 @@ def text_of(tokenizer: Tokenizer, tokens: Seq[int]) -> str:
 
 
 def tokens_of(tokenizer: Tokenizer, before: Seq[int], text: str) -> list[int]:
-    """Tokens that write a piece of text behind others.
+    """Tokens that write a piece of text after others.
 
     Raises:
         BadAnswer: none do.

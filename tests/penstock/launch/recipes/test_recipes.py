@@ -341,7 +341,7 @@ def test_show_and_kubernetes_take_a_file_of_one_s_own(tmp_path: Path, capsys: py
         assert values["workers"]["decode"]["engineArgs"] == mine.read_text(encoding="utf-8")
     mine.write_text("max_batch_size: 8\n", encoding="utf-8")
     assert run_show([str(mine)]) == 2
-    said = f"{mine}: no header, which says what it is for: lines behind '# ', with title, model"
+    said = f"{mine}: no header, which says what it is for: lines after '# ', with title, model"
     assert said in capsys.readouterr().err
     assert run_render([str(mine), "--engine-image", "e"]) == 1
     assert "no header" in capsys.readouterr().err

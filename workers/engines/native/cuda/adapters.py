@@ -70,7 +70,7 @@ def expand(
 
     Args:
         up: (slots, R, N); out: (rows, N).
-        columns: first column, the one behind the last, and the part of each block.
+        columns: first column, the one after the last, and the part of each block.
     """
     tile, block = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
@@ -97,7 +97,7 @@ class RowTiles(NamedTuple):
     """Rows of a batch by adapter, on the device.
 
     Attributes:
-        order: (positions,) int32: rows, those of each slot behind each other.
+        order: (positions,) int32: rows, those of each slot one after the other.
         tiles: (n, 3) int32: first position, number of rows (0: none), slot.
         rows: of a tile, at most.
     """
@@ -155,7 +155,7 @@ class CudaAdapters(TorchAdapters):
         self._batch = RowTiles(torch.empty(0), torch.empty(0), 1)
 
     def place(self, upload: Upload, offset: int, most_rows: int) -> None:
-        """Set where the inputs of graphs lie: behind ``offset`` in the upload buffer."""
+        """Set where the inputs of graphs lie: after ``offset`` in the upload buffer."""
         self._upload, self._offset = upload, offset
         self._tiles_offset = offset + -(-most_rows // 16) * 16
 

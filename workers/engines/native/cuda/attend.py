@@ -108,7 +108,7 @@ def divide(
     """Divide the keys of all rows into items of equal size, so that a long row among short ones does not take longest.
 
     Program (part of the items). ``shares``: the tiles of an item; the row of each of ``most`` items, -1: there is no
-    such item; the first item of each row, and behind them the number of items. A row has ``splits`` items at most, all
+    such item; the first item of each row, and after them the number of items. A row has ``splits`` items at most, all
     rows together ``target`` and one for each row.
     """
     numbers = tl.arange(0, ROWS_P)

@@ -54,7 +54,7 @@ class Upload:
         """Add a list; returns the part of the device buffer that will have it.
 
         Args:
-            offset: where in the buffer; the next list follows behind it. -1: behind the last list.
+            offset: where in the buffer; the next list follows it. -1: after the last list.
         """
         start = self._used if offset < 0 else offset
         count = len(values)

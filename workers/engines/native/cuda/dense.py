@@ -1,7 +1,7 @@
 """Attention of long chunks of prompts by cuDNN, over keys and values gathered from the pool.
 
 cuDNN builds a plan for each shape, so rows and keys are padded to multiples of ``chunks.STEP``. Its causal mask begins
-at the first key. A chunk behind cached tokens therefore attends to the leading keys without a mask and to the others
+at the first key. A chunk after cached tokens therefore attends to the leading keys without a mask and to the others
 with one; the two results are merged.
 """
 
@@ -171,7 +171,7 @@ class DenseAttention:
         return _attention(given, keys, values, scale, causal=True, flash=self._flash)[0]
 
     def _attend_behind(self, chunk: PromptChunk, query: Tensor, source: KeySource, scale: float, out: Tensor) -> None:
-        """Attend to a chunk behind other tokens."""
+        """Attend to a chunk after other tokens."""
         own = slice(chunk.row, chunk.row + chunk.tokens)
         front, padded, end = chunk.front, chunk.rows, chunk.start + chunk.tokens
         given = query.new_zeros((padded, *query.shape[1:]))

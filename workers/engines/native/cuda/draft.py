@@ -29,7 +29,7 @@ class DraftRow(NamedTuple):
 
     Attributes:
         start: position of the token that the executor has sampled last for this sequence.
-        steps: tokens to propose behind it.
+        steps: tokens to propose after it.
     """
 
     sequence: Sequence
@@ -153,7 +153,7 @@ class CudaDraftModel:
     Args:
         executor: of the draft model, over a pool under the target's block numbers; as many steps as tokens are proposed
             may be in flight.
-        loop: computes all steps behind the first at once where it can; None: each is launched.
+        loop: computes all steps after the first at once where it can; None: each is launched.
     """
 
     def __init__(self, executor: CudaExecutor, loop: DraftLoop | None = None) -> None:
@@ -172,7 +172,7 @@ class CudaDraftModel:
         return drafts
 
     def draft(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[list[int]]:
-        """Compute a plan, and ``limits[i]`` tokens behind ``plan[i]``; it samples if these are any."""
+        """Compute a plan, and ``limits[i]`` tokens after ``plan[i]``; it samples if these are any."""
         drafts: list[list[int]] = [[] for _ in plan]
         launched = [([n for n, limit in enumerate(limits) if limit], self._executor.launch(plan))]
         rows = self._rows(plan, limits)
@@ -187,7 +187,7 @@ class CudaDraftModel:
         return drafts
 
     def _launch_each(self, plan: list[ScheduledSequence], limits: Seq[int]) -> list[tuple[list[int], PendingStep]]:
-        """Launch the steps behind the first."""
+        """Launch the steps after the first."""
         launched: list[tuple[list[int], PendingStep]] = []
         if self._executor.continued is not None:
             self._executor.continued.follow()

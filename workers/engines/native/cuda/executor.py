@@ -64,7 +64,7 @@ def batch_sizes(max_rows: int) -> list[int]:
 class ContinuedStates:
     """The hidden states that an EAGLE-3 head continues from, on the device.
 
-    Those of rows of the target's last step come first, joined by ``fc``; behind them is, for each target of sampled
+    Those of rows of the target's last step come first, joined by ``fc``; after them is, for each target of sampled
     tokens, the head's own at the slot before.
 
     Args:
@@ -581,7 +581,7 @@ class CudaExecutor:
     def _put_adapters(self, packed: packing.Packed, size: int) -> bool:
         """Say which rows of a step have which adapter; False: none has one.
 
-        Before lists without a place of their own are put: they follow behind this one.
+        Before lists without a place of their own are put: they follow this one.
 
         Args:
             size: rows of the graph that computes it; 0: none does.

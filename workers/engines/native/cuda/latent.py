@@ -35,7 +35,7 @@ def store(
     HALF_P: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr,
     LIMITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): rotate the last part of its queries in place, and its key part; store that behind its latent.
+    """Program (token): rotate the last part of its queries in place, and its key part; store that after its latent.
 
     ``q`` points at the part of the first head. IN_PAIRS: values that are rotated together are neighbours, otherwise a
     half apart. OUT_PAIRS: likewise of the result.
@@ -193,7 +193,7 @@ def combine(
     if DIVIDED:
         first_part = tl.load(shares + 1 + most + row).to(tl.int64)
         splits = tl.load(shares + 2 + most + row) - first_part.to(tl.int32)
-        # One row waits in any case: the kernel behind this one takes its end for that of ``attend``.
+        # One row waits in any case: the kernel after this one takes its end for that of ``attend``.
         if (splits == 1) & (row > 0):
             return
     if PDL:

@@ -22,7 +22,7 @@ LONG = 2048  # tokens from which on a whole prompt, or several of about the same
 FILLED = 0.8  # share of the padded rows that a prompt must fill to be one of several
 TOGETHER = 16  # prompts in one call, at most
 LARGE = 64 << 20  # weights of a layer from which on its products take longer than launching calls for short prompts
-LONG_BEHIND = 1024  # likewise for a chunk behind other tokens,
+LONG_AFTER = 1024  # likewise for a chunk after other tokens,
 BEHIND_WORK = 16 << 20  # if it has this many pairs of a query and a key: two calls and a merge cost more than one
 
 
@@ -45,7 +45,7 @@ class PromptChunk(NamedTuple):
         """Whether attention outside of the pages is faster."""
         if self.start < STEP:
             return self.tokens >= LONG
-        return self.tokens >= LONG_BEHIND and self.tokens * (self.start + self.tokens // 2) >= BEHIND_WORK
+        return self.tokens >= LONG_AFTER and self.tokens * (self.start + self.tokens // 2) >= BEHIND_WORK
 
     @property
     def unmasked(self) -> int:
@@ -106,7 +106,7 @@ def shapes(longest: int, batched: int, least: int = LONG) -> Iterator[tuple[int,
 
 
 def adjoin(group: Seq[PromptChunk]) -> bool:
-    """Whether the chunks lie behind each other in the batch and need no padding."""
+    """Whether the chunks follow each other in the batch and need no padding."""
     first = group[0]
     return all(
         chunk.tokens == first.rows and chunk.row == first.row + number * first.rows
@@ -149,9 +149,9 @@ class TableRows:
 
     Args:
         width: entries per row.
-        sliding: add a second table behind the first, for the pool rows of sliding-window layers.
+        sliding: add a second table after the first, for the pool rows of sliding-window layers.
         shift: of a sequence, what is added to the numbers of its tokens to get their positions, if they differ. The
-            shifts of all rows are behind the tables, in the order of the rows.
+            shifts of all rows are after the tables, in the order of the rows.
 
     Attributes:
         places: changed entries, as indices into the flattened tables.
@@ -251,7 +251,7 @@ class Packed:
         first_rows: the first row of each sequence.
         media: rows that take image embeddings, each with its index in the embedding pool.
         placed: rows before the end of a sequence's last medium, for models whose positions follow from media: the first
-            row, the sequence, the first token and the one behind the last.
+            row, the sequence, the first token and the one after the last.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Sums over the GPUs of one host, by a kernel that writes into the memory of the others.
 
 A program has a row: it writes it to every other rank, raises their flags, waits for its own, and adds up what has come
-in the order of the ranks, so that all get the same bits. The residual and the norm behind a sum are in the same kernel.
+in the order of the ranks, so that all get the same bits. The residual and the norm after a sum are in the same kernel.
 A row's place and flags are used in turns: a rank that begins the second next sum of a row has seen that the others have
 read this one. Larger sums are NCCL's, see ``most_rows``.
 """
@@ -104,7 +104,7 @@ def exchange(
                 seen = tl.where((stopped != 0) | (tries >= PATIENCE), epoch, seen)
             if tries >= PATIENCE:
                 tl.store(lost, 1)
-            tl.debug_barrier()  # behind the flag, the loads of all threads
+            tl.debug_barrier()  # after the flag, the loads of all threads
             place = tl.multiple_of(own.to(tl.pointer_type(element)), 16) + (first + peer * ROWS) * WIDTH
             values = tl.load(place + dims, mask=mask, other=0, volatile=True)
         if SUM:

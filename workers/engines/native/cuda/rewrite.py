@@ -263,7 +263,7 @@ def _fuse_residuals(layer: Any, dtype: torch.dtype, generator: torch.Generator) 
         layer.self_attn.q_proj.linear.scale if fused else None,
     )
     narrow = all(scale is not None for scale in scales)
-    split = layer.self_attn.o_proj.group  # whose sums have the norm behind them
+    split = layer.self_attn.o_proj.group  # whose sums have the norm after them
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attn, mlp = self.self_attn, self.mlp

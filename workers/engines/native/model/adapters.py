@@ -1,7 +1,7 @@
 """LoRA adapters beside the products of a model: slots of a fixed size, and the rows of a batch that use each.
 
 Every linear layer within the decoder's layers has room for the matrices of ``slots`` adapters of any rank up to the
-limit, allocated before the KV cache. A batch says which of its rows use which slot; a hook behind each product adds
+limit, allocated before the KV cache. A batch says which of its rows use which slot; a hook after each product adds
 what the adapters of these rows add. Rows without an adapter are not touched.
 """
 
@@ -55,7 +55,7 @@ def parts_of(model: Any) -> list[Part]:
     head = model.get_output_embeddings()
     found: list[Part] = []
     covered = set() if head is None else {id(each) for each in head.modules()}
-    for path, module in model.named_modules():  # those of a module come behind it
+    for path, module in model.named_modules():  # those of a module come after it
         if id(module) in covered or ".experts." in f".{path}.":
             continue
         if hasattr(module, "parts"):  # of ``cuda.modules``: it computes several layers

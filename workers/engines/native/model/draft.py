@@ -1,7 +1,7 @@
 """Speculation with a draft model: a small model of the same vocabulary that runs ahead of the target.
 
 Its KV lies in a pool of its own under the target's block numbers, and it computes every token that the target computes,
-so a block found in the prefix cache serves both. Blocks that another worker filled lack it: proposals behind them are
+so a block found in the prefix cache serves both. Blocks that another worker filled lack it: proposals after them are
 worse, and the output stays exact. It draws with the target's noise, so that near distributions give the same token.
 """
 
@@ -26,7 +26,7 @@ class DraftProgress:
 
     blocks: list[int]  # those of the admission
     computed: int  # leading tokens whose KV is in the draft pool
-    proposed: list[int]  # behind ``computed``; all but the last of them are computed, too
+    proposed: list[int]  # after ``computed``; all but the last of them are computed, too
 
     def settle(self, tokens: list[int]) -> None:
         """Keep the KV of proposals that were accepted."""
@@ -83,7 +83,7 @@ class DraftModel:
         return drafts
 
     def _run(self, runs: list[_Run], drawing: list[int]) -> list[int]:
-        """Compute all tokens, and draw one behind each run of ``drawing``."""
+        """Compute all tokens, and draw one after each run of ``drawing``."""
         assert self._model is not None
         assert self._pool is not None
         tokens: list[int] = []

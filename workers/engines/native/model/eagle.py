@@ -3,8 +3,8 @@
 Slot i of the head's KV belongs to the target's hidden states at token i, and to token i + 1; from both the head
 predicts token i + 2. For further proposals, its own hidden state at the slot before replaces the target's. The KV lies
 in a pool of its own under the target's block numbers, and follows one step behind the target's. Blocks that came from
-elsewhere lack it: the head sees only what is behind them, so its proposals are worse, and the output stays exact. The
-last slot of a cached prefix has the token that was behind it before, which may be another one.
+elsewhere lack it: the head sees only what is after them, so its proposals are worse, and the output stays exact. The
+last slot of a cached prefix has the token that was after it before, which may be another one.
 
 Format and computation are those of https://arxiv.org/abs/2503.01840, as SafeAILab, SGLang and vLLM publish such heads.
 """
@@ -375,7 +375,7 @@ class HeadRun(NamedTuple):
         start: the first slot.
         row: of the target's last step, which has its hidden states.
         number: in the plan, of the sequence that tokens are proposed for; -1: none are.
-        limit: tokens to propose behind the last slot.
+        limit: tokens to propose after the last slot.
     """
 
     view: HeadView
@@ -419,7 +419,7 @@ class HeadRuns:
                 if end >= len(tokens) or tokens[end] != token:
                     break
                 end += 1
-            end = min(end, len(tokens) - 1)  # the token behind the last slot is known
+            end = min(end, len(tokens) - 1)  # the token after the last slot is known
             if end <= start or self._numbers(view, start, start + last.tokens + len(last.draft)) != last.generations:
                 continue  # nothing is new, or it has ended and its blocks are another's
             view.update(tokens, self._size)
@@ -501,7 +501,7 @@ class EagleDrafter:
         return drafts
 
     def _draft(self, runs: list[HeadRun], drafts: list[list[int]]) -> None:
-        """Compute all slots, and append the proposals behind those of each run with a limit."""
+        """Compute all slots, and append the proposals after those of each run with a limit."""
         assert self._module.out is not None
         rows = [row for run in runs for row in range(run.row, run.row + run.slots)]
         hidden = self._module.fc(self.auxiliary.states[torch.tensor(rows, device=self._module.device)])
@@ -523,7 +523,7 @@ class EagleDrafter:
             drawing = list(range(len(runs)))
 
     def _compute(self, runs: list[HeadRun], tokens: list[list[int]], drawing: list[int], hidden: Tensor) -> list[int]:
-        """Compute slots from their tokens and hidden states, and draw a token behind each run of ``drawing``."""
+        """Compute slots from their tokens and hidden states, and draw a token after each run of ``drawing``."""
         assert self._head is not None
         assert self._pool is not None
         spans, ends, row = [], [], 0

@@ -31,7 +31,7 @@ class MediaPositions:
     """Positions of tokens by time, height and width, as models with M-RoPE rotate by them (Qwen2-VL).
 
     Those of text count on in all three. A medium's tokens have their places in its grid, and what follows begins
-    behind its longer side, in height and width. As ``get_rope_index`` of transformers computes them.
+    after its longer side, in height and width. As ``get_rope_index`` of transformers computes them.
 
     Args:
         tokens_per_second: of a video, by which its steps in time are apart; None: by 1, whatever time is between them.

@@ -25,7 +25,7 @@ class NativeOptions:
             on CUDA, a quarter on a CPU.
         transfer_bytes: of a GPU's memory, for KV from workers of other widths.
         no_evict: see ``Scheduler``.
-        hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows.
+        hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks that have left them.
         kv_offloading_size: GiB of host memory for KV that leaves the pools; 0: none.
         kv_disk: folder for KV blocks that leave host memory, of which there is ``DISK_HOST_GIB`` at least; "": none.
         kv_disk_bytes: of files in it, at most.

@@ -209,7 +209,7 @@ class SplitExperts(nn.Module):
 
 
 class SplitVocabulary(nn.Module):
-    """Output embeddings of which each rank has some tokens, as many on every rank; there is padding behind the last."""
+    """Output embeddings of which each rank has some tokens, as many on every rank; there is padding after the last."""
 
     def __init__(self, lm_head: nn.Linear, group: RankGroup) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Sizes and allocates the KV pools of an engine. Models with sliding windows have two, so that blocks behind a window
-are freed.
+"""Sizes and allocates the KV pools of an engine.
+
+Models with sliding windows have two, so that blocks that have left a window are freed.
 """
 
 from collections.abc import Sequence as Seq
@@ -211,7 +212,7 @@ def make_pools(
 
 
 def beside_bytes(model: Model, options: NativeOptions, draft: Model | None = None) -> int:
-    """Bytes of a GPU that are allocated behind the pools and whose size is known: for logits and transfers.
+    """Bytes of a GPU that are allocated after the pools and whose size is known: for logits and transfers.
 
     Activations and graphs are in the share that the pools leave. A CPU's pools take a smaller one, and only when used.
     """

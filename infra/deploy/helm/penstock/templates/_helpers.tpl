@@ -96,7 +96,7 @@ labels:
 {{- $cells := .Values.cells -}}
 {{- $given := len $cells.urlsSecrets -}}
 {{- if and $given (ne (add1 $given) (int $cells.count)) -}}
-{{- fail (printf "cells.urlsSecrets: name one for each of the %d cells behind the first; there are %d" (sub (int $cells.count) 1) $given) -}}
+{{- fail (printf "cells.urlsSecrets: name one for each of the %d cells after the first; there are %d" (sub (int $cells.count) 1) $given) -}}
 {{- end -}}
 {{- if and $given (or .Values.nats.enabled (not .Values.broker.urlsSecret)) -}}
 {{- fail "cells.urlsSecrets: they go with broker.urlsSecret, and nats.enabled: false" -}}

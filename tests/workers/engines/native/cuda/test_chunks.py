@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.workers.engines.native.cuda.packing import (
     LONG,
-    LONG_BEHIND,
+    LONG_AFTER,
     STEP,
     TOGETHER,
     PromptChunk,
@@ -33,7 +33,7 @@ def test_shapes_are_few(start: int, tokens: int) -> None:
 
 def test_a_chunk_behind_others_is_long_if_it_has_many_pairs_of_query_and_key() -> None:
     assert [PromptChunk(0, 0, tokens, 0).is_long for tokens in (LONG - 1, LONG)] == [False, True]
-    assert [PromptChunk(0, 30_000, tokens, 0).is_long for tokens in (LONG_BEHIND - 1, LONG_BEHIND)] == [False, True]
+    assert [PromptChunk(0, 30_000, tokens, 0).is_long for tokens in (LONG_AFTER - 1, LONG_AFTER)] == [False, True]
     assert [PromptChunk(0, start, LONG, 0).is_long for start in (1024, 8192)] == [False, True]
 
 
