@@ -524,21 +524,21 @@ class _SettingsParser(Parser):
         field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         if owners := [f"`penstock {name}`" for name, fields in self.passed_on.items() if field in fields]:
             return f"unknown flag {flag} here: it is of {', '.join(owners)}; set {PREFIX}{field.upper()} instead"
-        said = super()._unknown_flag(flag, names)
+        message = super()._unknown_flag(flag, names)
         near = _OF_OTHER_SERVERS.get(field, "")
         if flag_name(near)[2:] in names:
-            said = f"unknown flag {flag}: did you mean {flag_name(near)}?"
+            message = f"unknown flag {flag}: did you mean {flag_name(near)}?"
         elif any(near in fields for fields in self.passed_on.values()):
-            said = f"unknown flag {flag}: did you mean {PREFIX}{near.upper()}, a variable?"
-        if "override-engine-args" in names and "did you mean" not in said:
-            said += f"; if it is of the engine: --override-engine-args '{{\"{field}\": VALUE}}'"
-        return said
+            message = f"unknown flag {flag}: did you mean {PREFIX}{near.upper()}, a variable?"
+        if "override-engine-args" in names and "did you mean" not in message:
+            message += f"; if it is of the engine: --override-engine-args '{{\"{field}\": VALUE}}'"
+        return message
 
     def _unknown(self, arguments: Sequence[str]) -> list[str]:
-        said = super()._unknown(arguments)
-        if said[0].startswith("unexpected") and "--model" in self._flags():
-            said[0] += f": did you mean --model {arguments[0]}?"
-        return said
+        messages = super()._unknown(arguments)
+        if messages[0].startswith("unexpected") and "--model" in self._flags():
+            messages[0] += f": did you mean --model {arguments[0]}?"
+        return messages
 
     def error(self, message: str) -> NoReturn:
         raise BadFlags(_plain(message))

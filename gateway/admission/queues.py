@@ -50,10 +50,10 @@ _decode = msgspec.json.Decoder(_Class).decode
 def class_of(body: bytes) -> Priority:
     """The class that an unchecked body names. Of an unreadable one the default: preparing it reports the error."""
     try:
-        said: _Class = decode_json(_decode, body)
+        named: _Class = decode_json(_decode, body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Priority.standard
-    return resolve_priority(said.priority, said.service_tier)
+    return resolve_priority(named.priority, named.service_tier)
 
 
 def by_model(total: int, held: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:

@@ -81,9 +81,9 @@ class BrokerClock:
         asked_ns = self._local()
         try:
             reply = await nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=ASK_S)
-            said = json.loads(reply.data).get("ts", "")
-            if said:
-                self.note(unix_ns(said), asked_ns, self._local())
+            stamp = json.loads(reply.data).get("ts", "")
+            if stamp:
+                self.note(unix_ns(stamp), asked_ns, self._local())
         except (NatsError, OSError, TimeoutError, ValueError) as error:
             log.debug("clock_not_known", error=repr(error))
 

@@ -318,9 +318,9 @@ def _replace_filter(text: Any, old: Any, new: Any, count: int | None = None) -> 
 def _join_filter(environment: _Sandbox, parts: Any, d: Any = "", attribute: str | int | None = None) -> str:
     if attribute is not None:
         parts = map(_filters.make_attrgetter(environment, attribute), parts)
-    said, between = [part if part.__class__ is str else str(part) for part in parts], str(d)
-    _check_joined(between, said)
-    return between.join(said)
+    texts, between = [part if part.__class__ is str else str(part) for part in parts], str(d)
+    _check_joined(between, texts)
+    return between.join(texts)
 
 
 def _items_counted(of_jinja: Callable[..., Any]) -> Callable[..., Any]:

@@ -247,8 +247,8 @@ class _Values:
         if self._cdata and (section := _CDATA.fullmatch(whole)):
             whole = section[1]
         if text is False:
-            said = _in(deltas.shown(whole))
-            deltas.arguments(f'"{said}"' if complete else f'"{said}')
+            content = _in(deltas.shown(whole))
+            deltas.arguments(f'"{content}"' if complete else f'"{content}')
             return complete, mark
         if self._lines:
             whole = whole.removeprefix("\n").removesuffix("\n")
@@ -354,8 +354,8 @@ def _nested(text: str, opening: str, deltas: DeltaBuilder) -> Any:
                 return None
             stack.append((deltas.shown(tag).strip(), [], [rest]))
         elif len(stack) > 1:
-            name, children, said = stack.pop()
-            leaf = deltas.shown("".join(said))
+            name, children, texts = stack.pop()
+            leaf = deltas.shown("".join(texts))
             stack[-1][1].append((name, _built(children) if children else msgspec.json.decode(_guessed(leaf, None))))
     while len(stack) > 1:  # it was cut off
         name, children, _ = stack.pop()

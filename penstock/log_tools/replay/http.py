@@ -153,10 +153,10 @@ class _ChatAnswers:
     def take(self, choice: _Choice) -> tuple[str, str | None]:
         text, reason = self._texts[choice.index], choice.finish_reason
         try:
-            said = text.take(choice.delta or {})
+            content = text.take(choice.delta or {})
         except (self._bad, AttributeError) as error:
             raise ValueError(f"an answer that cannot be read: {error}") from error
-        return (said + text.close(), self._ends.get(reason, reason)) if reason else (said, None)
+        return (content + text.close(), self._ends.get(reason, reason)) if reason else (content, None)
 
 
 class HttpAnswer:
@@ -308,8 +308,8 @@ class HttpSender:
                 url = f"{self._url}/{'chat/' if request.chat else ''}completions"
                 async with pool.stream("POST", url, headers=headers, content=body) as response:
                     if response.status != 200:
-                        said = (await response.aread())[:ERROR_BYTES].decode(errors="replace")
-                        answer.fail(f"http_{response.status}", said, time.time_ns())
+                        refusal = (await response.aread())[:ERROR_BYTES].decode(errors="replace")
+                        answer.fail(f"http_{response.status}", refusal, time.time_ns())
                         return
                     async for part in response.aiter_stream():
                         answer.feed(part, time.time_ns())

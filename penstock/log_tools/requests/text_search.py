@@ -19,22 +19,22 @@ from penstock.schemas.wire import TOKEN_BYTES, WIDTHS, decoder, narrowed_count, 
 ID_BYTES = 36  # length of a request's id
 
 
-class _Spoken(msgspec.Struct, gc=False):
+class _OutcomeTexts(msgspec.Struct, gc=False):
     """Of an ``Outcome``."""
 
     tokens: bytes = b""
     packed: bytes = b""
 
 
-class _Said(msgspec.Struct, tag="done", gc=False):
+class _DoneTexts(msgspec.Struct, tag="done", gc=False):
     """Of a ``Done``."""
 
     model: str
-    choices: tuple[_Spoken, ...] = ()
+    choices: tuple[_OutcomeTexts, ...] = ()
     submitted: bytes = b""
 
 
-class _Asked(msgspec.Struct, gc=False):
+class _RequestTexts(msgspec.Struct, gc=False):
     """Of a ``GenerateRequest``."""
 
     prompt: bytes = b""
@@ -43,15 +43,19 @@ class _Asked(msgspec.Struct, gc=False):
     embedding: msgspec.Raw | None = None
 
 
-class _PackedAsked(msgspec.Struct, array_like=True, gc=False):
+class _PackedRequestTexts(msgspec.Struct, array_like=True, gc=False):
     """Of a ``PackedRequest``."""
 
-    request: _Asked
+    request: _RequestTexts
     prompt: bytes
 
 
-_decode_said, _decode_asked, _decode_packed = decoder(_Said), decoder(_Asked), decoder(_PackedAsked)
-_NOTHING_ASKED = _Asked()
+_decode_done, _decode_request, _decode_packed = (
+    decoder(_DoneTexts),
+    decoder(_RequestTexts),
+    decoder(_PackedRequestTexts),
+)
+_NO_REQUEST = _RequestTexts()
 
 
 class RecordSearch:
@@ -83,18 +87,18 @@ class RecordSearch:
         by_model: dict[str, tuple[list[int], list[bytes]]] = {}
         for at, (data, stored) in enumerate(zip(records, accepted, strict=True)):
             try:
-                said = _decode_said(data)
-                asked = _decode_asked(said.submitted) if said.submitted else _NOTHING_ASKED
-                texts = [_planes(asked.prompt) or _prompt_in(stored)]
-                texts += [one.packed or _planes(one.tokens) for one in said.choices]
+                done = _decode_done(data)
+                request = _decode_request(done.submitted) if done.submitted else _NO_REQUEST
+                texts = [_planes(request.prompt) or _prompt_in(stored)]
+                texts += [one.packed or _planes(one.tokens) for one in done.choices]
             except msgspec.MsgspecError:
                 found[at] = True
                 continue
-            if asked.diffusion is not None or asked.embedding is not None:
+            if request.diffusion is not None or request.embedding is not None:
                 found[at] = True
                 continue
-            self.without_prompt += bool(asked.prompt_length and not texts[0])
-            of, parts = by_model.setdefault(said.model, ([], []))
+            self.without_prompt += bool(request.prompt_length and not texts[0])
+            of, parts = by_model.setdefault(done.model, ([], []))
             for packed in texts:
                 if packed:
                     of.append(at)
@@ -127,7 +131,7 @@ def _prompt_in(message: bytes) -> bytes:
     """The packed tokens of a message of REQUESTS."""
     if not message:
         return b""
-    return _decode_packed(message).prompt if requests.is_packed(message) else _planes(_decode_asked(message).prompt)
+    return _decode_packed(message).prompt if requests.is_packed(message) else _planes(_decode_request(message).prompt)
 
 
 def _planes(tokens: bytes) -> bytes:

@@ -928,9 +928,9 @@ def check_server() -> None:
         OtherServer: the nats-server that would read files written here is of a later version than was tested.
         NoServerBinary: there is none.
     """
-    said = subprocess.run([find_server(), "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    if not known_form(parse_version(said)):
+    found = subprocess.run([find_server(), "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    if not known_form(parse_version(found)):
         raise OtherServer(
-            f"{said.strip()} may store streams in another form than {dotted(TESTED)}, which was tested: install that "
+            f"{found.strip()} may store streams in another form than {dotted(TESTED)}, which was tested: install that "
             "one (pip install penstock), or import into a running broker with --nats-url"
         )

@@ -33,12 +33,15 @@ _GROWTH = 12  # a pool grows by a twelfth of its workers, at least by one
 Pools = Sequence[tuple[Role, Configuration, int]]
 
 
-class Seen(Struct, frozen=True):
+class Percentiles(Struct, frozen=True):
     """Percentiles in ms (infinite if a request was not served), and the number of counted ``requests``."""
 
     ttft_ms: float
     itl_ms: float
     requests: int
+
+    def meet(self, sla: Sla) -> bool:
+        return self.ttft_ms <= sla.ttft_ms and self.itl_ms <= sla.itl_ms
 
 
 class SimulatedLoad(Struct, frozen=True, kw_only=True):
@@ -60,7 +63,7 @@ class SimulatedLoad(Struct, frozen=True, kw_only=True):
         return int(self.percentile.removeprefix("p")) / 100
 
 
-def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
+def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Percentiles:
     """The percentiles of a deployment at ``rate`` requests per second."""
     sla = load.sla
     lasts_s, begins_s, ends_s = _times(rate, load)
@@ -77,7 +80,7 @@ def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
     ).served
     counted = [each for each in found if begins_s <= each.request.arrival_ns / 1e9 < ends_s]
     if not counted or not all(each.complete for each in counted):
-        return Seen(math.inf, math.inf, len(counted))
+        return Percentiles(math.inf, math.inf, len(counted))
     # A prefill worker streams the first token itself, before the decode worker has the prompt.
     ttft = sorted((each.prompt_ns - each.request.arrival_ns) / 1e6 for each in counted)
     itl = sorted(
@@ -85,7 +88,7 @@ def measure(pools: Pools, rate: float, load: SimulatedLoad) -> Seen:
         for each in counted
         if each.request.output_tokens > 1
     )
-    return Seen(quantile(ttft, load.share, math.inf), quantile(itl, load.share, 0.0), len(counted))
+    return Percentiles(quantile(ttft, load.share, math.inf), quantile(itl, load.share, 0.0), len(counted))
 
 
 def longest(rate: float, load: SimulatedLoad) -> int:
@@ -121,7 +124,7 @@ def search(
     configurations: Sequence[Configuration],
     load: SimulatedLoad,
     show: int,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[SizedDeployment]:
     """Simulate the candidates and return those that meet the limits, best first.
 
@@ -131,14 +134,14 @@ def search(
     Args:
         found: candidates sized by means, best first.
         show: the most candidates to simulate.
-        tell: called before each simulation with a description of it.
+        report: called before each simulation with a description of it.
     """
     by_name = {each.name: each for each in configurations}
     kept: list[SizedDeployment] = []
     for each in found[:show]:
         if kept and _cannot_win(each, kept[0], load.scope):
             break
-        better = _larger(each, by_name, load, tell) if load.scope.rate else _slower(each, by_name, load, tell)
+        better = _larger(each, by_name, load, report) if load.scope.rate else _slower(each, by_name, load, report)
         if better is not None:
             kept = sorted([*kept, better], key=lambda one: _order(one, load.scope))
     return kept
@@ -153,7 +156,7 @@ def _cannot_win(candidate: SizedDeployment, best: SizedDeployment, scope: Scope)
 
 
 def _larger(
-    candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
+    candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, report: Callable[[str], None]
 ) -> SizedDeployment | None:
     """The candidate with the workers that the rate needs. None if that takes too many GPUs."""
     rate, sla = load.scope.rate, load.sla
@@ -163,50 +166,50 @@ def _larger(
         now = _sized(candidate, sizes, by_name)
         if now.gpus > load.scope.total_gpus:
             return None
-        tell(f"{now.name} at {rate:.4g} requests/s")
-        seen = measure(_pools(now, by_name), rate, load)
-        late, slow = seen.ttft_ms > sla.ttft_ms, seen.itl_ms > sla.itl_ms
+        report(f"{now.name} at {rate:.4g} requests/s")
+        found = measure(_pools(now, by_name), rate, load)
+        late, slow = found.ttft_ms > sla.ttft_ms, found.itl_ms > sla.itl_ms
         if not (late or slow):
             break
         # The last pool decodes and determines the time per token; the first one determines the TTFT.
-        at = len(sizes) - 1 if slow and not (late and seen.ttft_ms / sla.ttft_ms > seen.itl_ms / sla.itl_ms) else 0
+        at = len(sizes) - 1 if slow and not (late and found.ttft_ms / sla.ttft_ms > found.itl_ms / sla.itl_ms) else 0
         grown = at, sizes[at]
         sizes[at] += max(1, sizes[at] // _GROWTH)
-    best, best_seen = now, seen
+    best, best_seen = now, found
     if grown is not None:  # the last step may have been larger than necessary
         at, low = grown
         high = sizes[at]
         while high - low > 1:
             sizes[at] = (low + high) // 2
             now = _sized(candidate, sizes, by_name)
-            tell(f"{now.name} at {rate:.4g} requests/s")
-            seen = measure(_pools(now, by_name), rate, load)
-            if seen.ttft_ms <= sla.ttft_ms and seen.itl_ms <= sla.itl_ms:
-                high, best, best_seen = sizes[at], now, seen
+            report(f"{now.name} at {rate:.4g} requests/s")
+            found = measure(_pools(now, by_name), rate, load)
+            if found.meet(sla):
+                high, best, best_seen = sizes[at], now, found
             else:
                 low = sizes[at]
     return _with(best, rate, best_seen, load)
 
 
 def _slower(
-    candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, tell: Callable[[str], None]
+    candidate: SizedDeployment, by_name: dict[str, Configuration], load: SimulatedLoad, report: Callable[[str], None]
 ) -> SizedDeployment | None:
     """The candidate at the highest rate that meets the limits, at most the rate of its means. None: no rate does."""
     sla, pools = load.sla, _pools(candidate, by_name)
 
-    def tried(rate: float) -> Seen | None:
-        tell(f"{candidate.name} at {rate:.4g} requests/s")
-        seen = measure(pools, rate, load)
-        return seen if seen.ttft_ms <= sla.ttft_ms and seen.itl_ms <= sla.itl_ms else None
+    def tried(rate: float) -> Percentiles | None:
+        report(f"{candidate.name} at {rate:.4g} requests/s")
+        found = measure(pools, rate, load)
+        return found if found.meet(sla) else None
 
     high = candidate.requests_per_s
-    if (seen := tried(high)) is not None:
-        return _with(candidate, high, seen, load)
+    if (found := tried(high)) is not None:
+        return _with(candidate, high, found, load)
     low, best = 0.0, None
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        if (seen := tried(middle)) is not None:
-            low, best = middle, seen
+        if (found := tried(middle)) is not None:
+            low, best = middle, found
         else:
             high = middle
     return None if best is None else _with(candidate, low, best, load)
@@ -225,14 +228,14 @@ def _sized(candidate: SizedDeployment, sizes: Sequence[int], by_name: dict[str, 
     return msgspec.structs.replace(candidate, pools=tuple(pools()))
 
 
-def _with(candidate: SizedDeployment, rate: float, seen: Seen, load: SimulatedLoad) -> SizedDeployment:
+def _with(candidate: SizedDeployment, rate: float, found: Percentiles, load: SimulatedLoad) -> SizedDeployment:
     """The candidate with simulated times; its concurrency is the rate times the duration of an answer."""
     pools = tuple(
         pool
         if pool.role == "prefill"
-        else msgspec.structs.replace(pool, concurrency=round(rate * load.sla.osl * seen.itl_ms / 1e3 / pool.workers))
+        else msgspec.structs.replace(pool, concurrency=round(rate * load.sla.osl * found.itl_ms / 1e3 / pool.workers))
         for pool in candidate.pools
     )
     return msgspec.structs.replace(
-        candidate, pools=pools, ttft_ms=seen.ttft_ms, itl_ms=seen.itl_ms, requests_per_s=rate
+        candidate, pools=pools, ttft_ms=found.ttft_ms, itl_ms=found.itl_ms, requests_per_s=rate
     )

@@ -81,8 +81,8 @@ def sbatch(script: Path, *, after: str = "", test_only: bool = False) -> str:
     Raises:
         SlurmFailed: it is refused, or there is no sbatch.
     """
-    said = _run(argv_of_sbatch(script, after=after, test_only=test_only))
-    return "" if test_only else said.strip().partition(";")[0]
+    output = _run(argv_of_sbatch(script, after=after, test_only=test_only))
+    return "" if test_only else output.strip().partition(";")[0]
 
 
 def argv_of_sbatch(script: Path, *, after: str = "", test_only: bool = False) -> list[str]:
@@ -148,22 +148,22 @@ def queue(ids: Sequence[str]) -> dict[str, tuple[str, str]]:
         return {}
     jobs = ",".join(sorted({each.partition("_")[0] for each in ids}))
     try:
-        said = _run(["squeue", "--array", "--noheader", "--format=%i|%T|%r", f"--jobs={jobs}"])
+        output = _run(["squeue", "--array", "--noheader", "--format=%i|%T|%r", f"--jobs={jobs}"])
     except SlurmFailed as error:
         if "Invalid job id" not in str(error):  # it has forgotten them all
             raise
         return {}
-    rows = (line.strip().split("|", 2) for line in said.splitlines() if line.count("|") >= 2)
+    rows = (line.strip().split("|", 2) for line in output.splitlines() if line.count("|") >= 2)
     return {job: (state, "" if reason == "None" else reason) for job, state, reason in rows}
 
 
 def _ended(own: Path, job: str) -> tuple[str, str]:
     """State and reason of a job that Slurm has no more: by its accounting, else by what the job left behind."""
     try:
-        said = _run(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", f"--jobs={job}"])
+        output = _run(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", f"--jobs={job}"])
     except SlurmFailed:
-        said = ""  # no accounting here
-    for line in said.splitlines():
+        output = ""  # no accounting here
+    for line in output.splitlines():
         found, _, state = line.partition("|")
         if found == job and state:
             return state.split()[0], _why(own, job)
@@ -194,8 +194,8 @@ def _run(argv: Sequence[str]) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmFailed(f"{argv[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if run.returncode:
-        said = run.stderr.strip().splitlines()[-_LAST_LINES:]
-        raise SlurmFailed(f"{argv[0]}: {' '.join(said) or f'status {run.returncode}'}")
+        output = run.stderr.strip().splitlines()[-_LAST_LINES:]
+        raise SlurmFailed(f"{argv[0]}: {' '.join(output) or f'status {run.returncode}'}")
     return run.stdout
 
 

@@ -31,13 +31,13 @@ class RecordedConversation(NamedTuple):
     system: str = ""
 
 
-class _Said(Struct):
+class _Turn(Struct):
     speaker: str = field(name="from", default="")
     value: str = ""
 
 
 class _Recorded(Struct):
-    conversations: list[_Said] = []
+    conversations: list[_Turn] = []
 
 
 _USERS, _ASSISTANTS, _SYSTEMS = ("human", "user"), ("gpt", "chatgpt", "bing", "bard", "assistant"), ("system",)
