@@ -29,7 +29,8 @@ LEVELS = ((0.15, "warning"), (0.05, "error"))
 LEVEL_MARGIN = 0.01  # of the disk that must get free before a level is reported again: use varies by itself
 EVERY_S = 1.0
 # Between two restarts, at first and at most: a disk without inodes, or over a quota, has free bytes and is full
-# nevertheless; one that fills again while the server restarts soon has room.
+# nevertheless. One that had none since the last restart was really full, and its next restart waits no longer than the
+# first one's.
 FIRST_REST_S, REST_S = 2.0, 30.0
 
 
@@ -54,8 +55,9 @@ class DiskWatch:
         self._server = server
         self._every_s = every_s
         self._clock = clock
-        self._restart_after = -math.inf
+        self._restarted = -math.inf
         self._rest_s = FIRST_REST_S
+        self._lacked = False  # there was no room since the last restart
         self._read = 0  # bytes of the log
         with contextlib.suppress(OSError):
             self._read = server.log_path.stat().st_size
@@ -101,10 +103,13 @@ class DiskWatch:
                 "disk_full", folder=str(folder), free_bytes=usage.free, action="make room; the broker then recovers"
             )
         room = min(ROOM_BYTES, usage.total // 20)
-        if self._full and usage.free >= room and (now := self._clock()) >= self._restart_after:
-            again = now < self._restart_after + REST_S
+        self._lacked |= usage.free < room
+        if self._lacked:
+            self._rest_s = FIRST_REST_S
+        if self._full and usage.free >= room and (now := self._clock()) >= self._restarted + self._rest_s:
+            again = not self._lacked and now < self._restarted + self._rest_s + REST_S
             self._rest_s = min(REST_S, 2 * self._rest_s) if again else FIRST_REST_S
-            self._full, self._restart_after = False, now + self._rest_s
+            self._full, self._lacked, self._restarted = False, False, now
             log.warning("broker_restarts", reason="the disk was full and has room again", free_bytes=usage.free)
             self._ending = self._server.pid
             self._server.terminate()

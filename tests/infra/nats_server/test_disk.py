@@ -189,6 +189,25 @@ def test_the_rests_between_restarts_grow_and_a_disk_that_was_well_for_long_has_a
     assert at == [0, 2, 6, 14, 30, 60, 90, 120, 200, 202, 206]
 
 
+def test_a_disk_that_fills_again_and_again_is_waited_for_no_longer_each_time(
+    tmp_path: Path, free: dict[str, int]
+) -> None:
+    """The fifth time, the first answer came 12 s after there was room, and later ones after 30 s."""
+    now = 0.0
+    server = Server(tmp_path)
+    watch = DiskWatch(server, clock=lambda: now)
+    for number in range(10):
+        free["bytes"] = 10
+        server.says("[ERR] write /x: no space left on device\n")
+        watch.look()
+        free["bytes"] = 500
+        now += 1.0
+        watch.look()
+        now += disk.FIRST_REST_S
+        watch.look()
+        assert server.ended == number + 1
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
