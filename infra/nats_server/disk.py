@@ -47,12 +47,22 @@ class WatchedServer(Protocol):
 
 
 class DiskWatch:
-    """Runs from ``async with`` to its end."""
+    """Runs from ``async with`` to its end.
+
+    Args:
+        restart: has the server end and start again; None: it is ended, and something else starts it.
+    """
 
     def __init__(
-        self, server: WatchedServer, every_s: float = EVERY_S, *, clock: Callable[[], float] = time.monotonic
+        self,
+        server: WatchedServer,
+        every_s: float = EVERY_S,
+        *,
+        restart: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server = server
+        self._restart = restart or server.terminate
         self._every_s = every_s
         self._clock = clock
         self._restarted = -math.inf
@@ -112,7 +122,7 @@ class DiskWatch:
             self._full, self._lacked, self._restarted = False, False, now
             log.warning("broker_restarts", reason="the disk was full and has room again", free_bytes=usage.free)
             self._ending = self._server.pid
-            self._server.terminate()
+            self._restart()
         reached = sum(usage.free < part * usage.total for part, _ in LEVELS)
         if reached > self._reported and not self._full:
             part, level = LEVELS[reached - 1]

@@ -101,7 +101,7 @@ class Keeper:
         self._on_ended = ended
         self._on_restarted = restarted
         self._backoff = RestartBackoff()
-        self._stopping = False
+        self._stopping = self._asked = False
         self._wake = asyncio.Event()  # ends the pause before the next start
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
@@ -123,6 +123,11 @@ class Keeper:
                 log.warning("process_killed", name=self.child.name, reason=f"did not end within {timeout_s:g} s")
                 self.child.kill()
             await self._task
+
+    def restart(self) -> None:
+        """Have the child end, and start it again soon: an end that was asked for says nothing about the next run."""
+        self._asked = True
+        self.child.terminate()
 
     async def ended(self, within_s: float) -> None:
         """Wait until the child has ended, for ``within_s`` at most. From now on it is not started again."""
@@ -167,7 +172,9 @@ class Keeper:
                 pause = None
                 log.info("process_drained", name=self.child.name, action="starts again after `penstock restart`")
             else:
-                pause = self._backoff.after(time.monotonic() - self._began)
+                alive_s = time.monotonic() - self._began
+                pause = self._backoff.first_s if running and self._asked else self._backoff.after(alive_s)
+                self._asked = False
                 log.warning("process_ended", name=self.child.name, status=self.last_status, restart_in_s=pause)
             self._changed(self)
             self._wake.clear()

@@ -417,8 +417,9 @@ class Deployment:
         def again() -> Coroutine[Any, Any, None]:
             return apply_if_lost(broker.url, subjects, **self._stream_sizes(cell), home=home)
 
-        await self._keep(Keeper(broker, changed, give_up=self._give_up, restarted=again))
-        await self._watches.enter_async_context(DiskWatch(broker))
+        keeper = Keeper(broker, changed, give_up=self._give_up, restarted=again)
+        await self._keep(keeper)
+        await self._watches.enter_async_context(DiskWatch(broker, restart=keeper.restart))
         self._board.ready(name, f"ready on port {broker.port}")
 
     async def _make_streams(self, cell: int, shares: int = 0) -> None:
@@ -672,7 +673,7 @@ class Deployment:
             self._move(name, cell)
             for keeper in self._keepers:
                 if keeper.child.name == name:
-                    keeper.child.terminate()  # it finishes what it runs, and starts again
+                    keeper.restart()  # it finishes what it runs, and starts again
             since.clear()
 
     async def _bound_logs(self) -> None:

@@ -183,7 +183,7 @@ async def _serve(settings: NatsSettings) -> int:
                 await apply_at(broker.url("operator"), subjects, **sizes)
             print(f"nats-server on {settings.nats_host}:{broker.port}; log: {broker.log_path}")
             print(f"passwords of {', '.join(BROKER_ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
-            async with DiskWatch(broker):
+            async with DiskWatch(broker, restart=keeper.restart):
                 await stop.asked.wait()
         finally:
             await keeper.stop(timeout_s=30)

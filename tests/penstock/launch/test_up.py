@@ -451,6 +451,25 @@ async def test_a_child_is_never_run_twice_at_once(tmp_path: Path) -> None:
     assert [word[0] == "end" for word in words[:6]] == [False, True] * 3
 
 
+async def test_ends_that_were_asked_for_make_no_pause_longer(tmp_path: Path) -> None:
+    """A broker that was restarted five times after a full disk stayed away for 3 s, and later for 10 s."""
+    keeper, pauses, first = Keeper(process(tmp_path, "import signal; signal.pause()")), list[float](), None
+    await keeper.start()
+    for _ in range(4):
+        await until(lambda before=first: keeper.child.pid not in (None, before))  # type: ignore[misc]
+        first = keeper.child.pid
+        with capture_logs() as lines:
+            keeper.restart()
+            await until(lambda: bool(lines))
+        pauses += [line["restart_in_s"] for line in lines if line["event"] == "process_ended"]
+    await until(lambda: keeper.child.pid not in (None, first))
+    with capture_logs() as lines:
+        keeper.child.kill()
+        await until(lambda: bool(lines))
+    await keeper.stop(timeout_s=5)
+    assert [*pauses, lines[0]["restart_in_s"]] == [0.2] * 5
+
+
 async def test_a_child_at_a_standstill_is_killed_and_started_again_if_it_must_not_stand_still(tmp_path: Path) -> None:
     keeper = Keeper(process(tmp_path, "import signal; signal.pause()"), standstill_s=0.1)
     await keeper.start()
