@@ -33,7 +33,11 @@ class BlockSource(Struct, frozen=True):
 
 class ContentBlock(Struct, frozen=True):
     """``type``: "text", "image", "document", "search_result", "tool_use", "tool_result", "tool_reference",
-    "thinking" or "redacted_thinking". ``source``: of a search result, a text."""
+    "thinking" or "redacted_thinking". ``source``: of a search result, a text.
+
+    In system messages also "tool_addition" and "tool_removal": from there on, a ``tool`` is offered or not. A
+    "mid_conv_system" block is a system message within a user's.
+    """
 
     type: str
     text: str | None = None
@@ -47,11 +51,23 @@ class ContentBlock(Struct, frozen=True):
     is_error: bool | None = None
     thinking: str | None = None
     tool_name: str | None = None
+    tool: "ToolChange | None" = None
 
 
 class InputMessage(Struct, frozen=True):
+    """``clear_at``: of a system message, whether the model no longer sees its text once the user has said more."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
+    clear_at: Literal["next_user_message", "never"] | None = None
+
+
+class ToolChange(Struct, frozen=True):
+    """``type``: "tool_reference" with the ``name`` of a tool, or "tool_definition" with the ``definition`` of one."""
+
+    type: str
+    name: str | None = None
+    definition: "MessageTool | None" = None
 
 
 class MessageTool(Struct, frozen=True):

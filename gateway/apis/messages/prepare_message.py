@@ -63,42 +63,99 @@ class MessagesConversation:
     Attributes:
         messages: so far.
         places: from a field of a chat message to the client's.
-        references: names of tools in ``tool_reference`` blocks.
+        references: names of tools that results or system messages bring in.
+        defined: by name, tools that system messages define, with their places.
+        withdrawn: names of tools that are no longer offered.
+        changes: by place, names that have to be of known tools.
     """
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self.places: dict[str, str] = {}
         self.references: set[str] = set()
+        self.defined: dict[str, tuple[str, MessageTool]] = {}
+        self.withdrawn: set[str] = set()
+        self.changes: dict[str, str] = {}
 
     def instruct(self, system: str | Sequence[ContentBlock]) -> None:
         text = system if isinstance(system, str) else _texts(system, "system")
         if text := _BILLING.sub("", text):
             self._append(ChatMessage("system", text), "system")
 
-    def add(self, message: InputMessage, at: str) -> None:
+    def add(self, message: InputMessage, at: str, *, cleared: bool = False) -> None:
         """
+        Args:
+            cleared: the text is left out.
         Raises:
             ServingError: a block that is not supported here, or lacks something.
         """
         if isinstance(message.content, str):
-            self._append(ChatMessage(message.role, message.content), at)
+            if not cleared:
+                self._append(ChatMessage(message.role, message.content), at)
         elif message.role == "assistant":
             self._assistant(message.content, f"{at}.content")
         elif message.role == "system":
-            self._append(ChatMessage("system", _texts(message.content, f"{at}.content")), at)
+            self._system(message.content, f"{at}.content", at, cleared=cleared)
         else:
             self._user(message.content, f"{at}.content")
+
+    def _system(self, blocks: Sequence[ContentBlock], at: str, place: str, *, cleared: bool = False) -> None:
+        texts = []
+        for number, block in enumerate(blocks):
+            here = f"{at}[{number}]"
+            if block.type in ("tool_addition", "tool_removal"):
+                self._change_tool(block, here)
+            elif block.type != "text":
+                raise _unsupported(block.type, here, "'text', 'tool_addition' or 'tool_removal'")
+            else:
+                texts.append(needed(block.text, f"{here}.text"))
+        if not cleared and (texts or not blocks):
+            self._append(ChatMessage("system", "\n".join(texts)), place)
+
+    def _change_tool(self, block: ContentBlock, at: str) -> None:
+        added, tool = block.type == "tool_addition", block.tool
+        if tool is not None and tool.type == "tool_reference":
+            name = self.changes[f"{at}.tool.name"] = needed(tool.name, f"{at}.tool.name")
+        elif tool is not None and tool.definition is not None and added:
+            name = tool.definition.name
+            self.defined[name] = f"{at}.tool.definition", tool.definition
+        else:
+            known = "a 'tool_reference'" + (" or a 'tool_definition' with a definition" if added else "")
+            raise unsupported(f"{at}.tool", f"{at}.tool of a {block.type} must be {known}")
+        if added:
+            self.references.add(name)
+            self.withdrawn.discard(name)
+        else:
+            self.withdrawn.add(name)
+
+    def offered(self, declared: Sequence[MessageTool]) -> list[tuple[str, MessageTool]]:
+        """The tools at the end of the conversation, with their places.
+
+        Args:
+            declared: those of the body.
+        Raises:
+            ServingError: the conversation names a tool that there is not.
+        """
+        tools = [(f"tools[{number}]", tool) for number, tool in enumerate(declared)]
+        known = {tool.name for tool in declared} | self.defined.keys()
+        for place, name in self.changes.items():
+            if name not in known:
+                raise invalid(place, f"{place} {name[:80]!r} is not among the tools")
+        tools = [each for each in tools if each[1].name not in self.defined] + list(self.defined.values())
+        return [(place, tool) for place, tool in tools if tool.name not in self.withdrawn]
 
     def _user(self, blocks: Sequence[ContentBlock], at: str) -> None:
         parts: list[ContentPart] = []
         places: list[str] = []
         for number, block in enumerate(blocks):
             here = f"{at}[{number}]"
-            if block.type == "tool_result":
+            if block.type in ("tool_result", "mid_conv_system"):
                 self._spoken(parts, places)
                 parts, places = [], []
-                self._tool_result(block, here)
+                if block.type == "tool_result":
+                    self._tool_result(block, here)
+                else:
+                    self._system(block.content if isinstance(block.content, list) else (), f"{here}.content", here)
             else:
                 parts.append(_part(block, here))
                 places.append(here)
@@ -260,7 +317,7 @@ def chat_of(body: MessagesRequest) -> TranslatedChat:
     """
     _check_thinking(body.thinking, body.max_tokens)
     talk = _conversation(body)
-    tools, tool_places = _tools(body.tools or (), talk.references)
+    tools, tool_places = _tools(talk.offered(body.tools or ()), talk.references)
     choice, answer_format, prefilled = body.tool_choice, _format(body), _is_prefilled(talk.messages)
     if answer_format is not None and prefilled:
         raise invalid("output_config.format", "output_config.format excludes a last message of the assistant's")
@@ -290,7 +347,7 @@ def counted_chat(body: CountTokensRequest) -> TranslatedChat:
         ServingError: something in the body is not supported; names the field.
     """
     talk = _conversation(body)
-    tools, tool_places = _tools(body.tools or (), talk.references)
+    tools, tool_places = _tools(talk.offered(body.tools or ()), talk.references)
     chat = ChatCompletionRequest(
         model=body.model,
         messages=talk.messages,
@@ -313,26 +370,30 @@ def _conversation(body: MessagesRequest | CountTokensRequest) -> MessagesConvers
     talk = MessagesConversation()
     if body.system is not None:
         talk.instruct(body.system)
+    asked = max((number for number, each in enumerate(body.messages) if each.role == "user"), default=0)
     for number, message in enumerate(body.messages):
-        talk.add(message, f"messages[{number}]")
+        cleared = message.clear_at == "next_user_message" and number < asked
+        talk.add(message, f"messages[{number}]", cleared=cleared)
     if not talk.messages:
         raise invalid("messages", "messages have no content")
     return talk
 
 
-def _tools(given: Sequence[MessageTool], references: Set[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _tools(
+    given: Sequence[tuple[str, MessageTool]], references: Set[str]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """
     Args:
+        given: tools, each with its place.
         references: tools that the conversation names, which are no longer deferred.
     """
     tools: list[dict[str, Any]] = []
     places: dict[str, str] = {}
-    left_out = {tool.type for tool in given if tool.type is not None and tool.type.startswith(LEFT_OUT)}
+    left_out = {tool.type for _, tool in given if tool.type is not None and tool.type.startswith(LEFT_OUT)}
     searched = any(kind.startswith(SEARCHES_TOOLS) for kind in left_out)
-    if not any(tool.type in (None, "custom") or tool.input_schema is not None for tool in given):
+    if not any(tool.type in (None, "custom") or tool.input_schema is not None for _, tool in given):
         left_out = set()
-    for number, tool in enumerate(given):
-        at = f"tools[{number}]"
+    for at, tool in given:
         if tool.type in left_out or (tool.defer_loading and not searched and tool.name not in references):
             continue
         if tool.type not in (None, "custom") and tool.input_schema is None:

@@ -275,6 +275,65 @@ def test_a_deferred_tool_is_offered_once_a_result_names_it() -> None:
     assert offered == [["get_weather"], ["later", "get_weather"]]
 
 
+def change(kind: str, name: str) -> dict[str, Any]:
+    return {"type": kind, "tool": {"type": "tool_reference", "name": name}}
+
+
+def define(name: str, **fields: Any) -> dict[str, Any]:
+    made = {"type": "tool_definition", "definition": {"name": name, "input_schema": {"type": "object"}, **fields}}
+    return {"type": "tool_addition", "tool": made}
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered"),
+    [
+        ([change("tool_addition", "later")], ["get_weather", "later"]),
+        ([change("tool_removal", "get_weather")], []),
+        ([change("tool_removal", "get_weather"), change("tool_addition", "get_weather")], ["get_weather"]),
+        ([define("query")], ["get_weather", "query"]),
+        (
+            [define("get_weather", description="other"), define("query"), change("tool_removal", "query")],
+            ["get_weather"],
+        ),
+        ([define("query", defer_loading=True), change("tool_removal", "get_weather")], ["query"]),
+    ],
+)
+def test_system_messages_change_which_tools_are_offered(changes: Any, offered: list[str]) -> None:
+    tools = [TOOL, {**TOOL, "name": "later", "defer_loading": True}]
+    told = [{"type": "text", "text": "Tools have changed."}, *changes]
+    for message in ({"role": "system", "content": told}, [{"type": "mid_conv_system", "content": told}]):
+        given = message if isinstance(message, dict) else {"role": "user", "content": message}
+        found = chat(messages=[HI, given], tools=tools)
+        assert [tool["function"]["name"] for tool in found.tools or ()] == offered
+        assert found.messages[1] == ChatMessage("system", "Tools have changed.")
+    assert len(chat(messages=[HI, {"role": "system", "content": changes}], tools=tools).messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("block", "param"),
+    [
+        (change("tool_addition", "nosuch"), "messages[1].content[0].tool.name"),
+        ({**define("a"), "type": "tool_removal"}, "messages[1].content[0].tool"),
+        ({"type": "tool_addition", "tool": {"type": "mcp_toolset_reference"}}, "messages[1].content[0].tool"),
+        ({"type": "tool_addition"}, "messages[1].content[0].tool"),
+        (define("no name"), "messages[1].content[0].tool.definition.name"),
+    ],
+)
+def test_a_change_of_tools_that_cannot_be_made_is_refused(block: dict[str, Any], param: str) -> None:
+    with pytest.raises(ServingError) as refused:
+        prepared(messages=[HI, {"role": "system", "content": [block]}], tools=[TOOL])
+    assert refused.value.param == param
+
+
+def test_a_system_message_may_last_until_the_user_says_more() -> None:
+    note: dict[str, Any] = {"role": "system", "clear_at": "next_user_message"}
+    for content in ("note", [{"type": "text", "text": "note"}]):
+        short = {**note, "content": content}
+        assert [each.role for each in chat(messages=[HI, short]).messages] == ["user", "system"]
+        assert [each.role for each in chat(messages=[HI, short, HI]).messages] == ["user", "user"]
+        assert len(chat(messages=[HI, {**short, "clear_at": "never"}, HI]).messages) == 3
+
+
 def test_an_error_in_a_tool_behind_a_deferred_one_names_the_clients_place() -> None:
     tools = [{**TOOL, "name": "later", "defer_loading": True}, {**TOOL, "name": "no name"}]
     with pytest.raises(ServingError) as refused:
