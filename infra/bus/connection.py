@@ -333,9 +333,13 @@ def authenticate(client: BusClient, url: str, role: str, environ: Mapping[str, s
     rotated.
 
     Raises:
-        ServingError: a file, or the package that signs, is missing.
+        ServingError: a file, or the package that signs, is missing; or the URL is one of WebSocket.
     """
     environ = os.environ if environ is None else environ
+    if url.startswith(("ws://", "wss://")):
+        scheme, _, rest = url.partition("://")
+        text = f"{scheme}://{rest.rpartition('@')[2]}: name the server's nats:// or tls:// address, not its WebSocket"
+        raise ServingError(Code.invalid_request, text)
     prefix = "PENSTOCK_SYS_NATS_" if role == "sys" else "PENSTOCK_NATS_"
     names = {kind: f"{prefix}{kind}" for kind in ("CREDS", "NKEY", "CERT", "KEY")} | {"CA": "PENSTOCK_NATS_CA"}
     files = {kind: environ[name] for kind, name in names.items() if environ.get(name)}

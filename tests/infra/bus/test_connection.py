@@ -79,3 +79,9 @@ async def test_a_login_that_comes_too_late_over_a_stalled_link_is_repeated(monke
         assert not ended
         await bus.close()
         links[-1].close()
+
+
+async def test_a_url_of_websocket_is_answered_with_those_that_work() -> None:
+    """nats-py would ask to install a library, with which our checks of TLS would not be made."""
+    with pytest.raises(ServingError, match=r"^ws://127.0.0.1:1: name the server's nats:// or tls:// address"):
+        await connect("ws://me:secret@127.0.0.1:1", role="operator", name="test")
