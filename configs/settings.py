@@ -736,6 +736,13 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
             "a crash; default: $STATE_DIRECTORY, which systemd sets, else none"
         ),
     ] = ""
+    clear_shm: Annotated[
+        bool,
+        about(
+            "at the start, remove this user's files in /dev/shm (not folders), which engines that crashed leave there; "
+            "only where nothing else uses it, as in a pod"
+        ),
+    ] = False
     drain_s: Annotated[Seconds, about("seconds that running requests may take to finish after SIGTERM")] = 30.0
     durability: Annotated[Durability, about("durability of the broker; power: output waits until it is on disk")] = (
         "process"

@@ -1,7 +1,10 @@
 """``penstock worker``: checks the settings and serves with the backend they name."""
 
+import contextlib
 import os
+import stat
 import sys
+from pathlib import Path
 
 import structlog
 
@@ -32,6 +35,8 @@ def run(settings: WorkerSettings) -> int:
         os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # engines would take it for gRPC
     import uvloop
 
+    if settings.clear_shm:
+        clear_shared_memory(Path("/dev/shm"))
     try:
         with own_directory():
             check_nodes(settings)
@@ -55,6 +60,24 @@ def run(settings: WorkerSettings) -> int:
     except ModuleNotFoundError as error:
         log.error("start_failed", error=install_hint(error, settings.engine, settings.role))
         return EXIT_CONFIG
+
+
+def clear_shared_memory(folder: Path) -> None:
+    """Remove this user's files in a folder, as processes that were killed leave shared memory there.
+
+    A pod's /dev/shm outlives its containers. Without this, each crash takes from what it may hold, until no engine
+    starts in it. Folders are not of engines: ``--weights-staging`` may be there.
+    """
+    files = size = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            about = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+                    files, size = files + 1, size + about.st_blocks * 512
+    if files:
+        log.warning("shared_memory_cleared", folder=str(folder), files=files, bytes=size)
 
 
 async def _serve(settings: WorkerSettings) -> int:

@@ -507,6 +507,7 @@ MEANINGS = {
     "stale_registrations_ignored": "registrations from before the broker's restart are not used",
     "stale_registrations_removed": "registrations that a killed broker had brought back were removed",
     "start_failed": "the process cannot start",
+    "shared_memory_cleared": "engines that were killed had left files (`--clear-shm`)",
     "state_not_written": "`state.json` could not be written",
     "stop_incomplete": "a step of stopping took too long and was skipped",
     "stop_step_failed": "a step of stopping failed",

@@ -27,7 +27,7 @@ from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import Subjects
 from penstock.schemas.tokens import Finish
 from penstock.workers.engines.engine_protocol import Engine, EngineError, NodeLost
-from penstock.workers.run_worker import check_nodes, check_settings, run
+from penstock.workers.run_worker import check_nodes, check_settings, clear_shared_memory, run
 from penstock.workers.runners import token_backend as module
 from penstock.workers.runners.token_backend import build_engine, model_path
 from penstock.workers.session.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
@@ -409,6 +409,20 @@ def test_a_broker_that_cannot_be_used_is_reported_while_an_engine_still_loads(
     assert run(settings) == EXIT_START
     assert time.monotonic() - began < 50, "it waited for the engine"
     goes_on.set()
+
+
+def test_shared_memory_that_a_killed_engine_left_is_removed_and_folders_are_not(tmp_path: Path) -> None:
+    (tmp_path / "psm_099df0f7").write_bytes(bytes(8192))
+    (tmp_path / "sem.mp-x").write_bytes(b"1")
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock" / "staged").write_bytes(b"2")
+    (tmp_path / "link").symlink_to(tmp_path / "penstock" / "staged")
+    with capture_logs() as logged:
+        clear_shared_memory(tmp_path)
+        clear_shared_memory(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "penstock"]
+    assert (tmp_path / "penstock" / "staged").exists()
+    assert [(each["event"], each["files"]) for each in logged] == [("shared_memory_cleared", 2)]
 
 
 def test_a_worker_whose_server_is_not_there_yet_ends_so_that_it_is_started_again(

@@ -742,6 +742,43 @@ def test_engines_of_another_s_image_may_write_to_their_root_and_ours_may_not() -
             assert read_only is not (writable and only["name"] == "worker")
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_pods_may_run_where_a_namespace_demands_the_restricted_standard(case: str) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/: also those with GPUs."""
+    for template in pods(manifests(CASES[case])):
+        spec = template["spec"]
+        for each in (*spec["containers"], *spec.get("initContainers", ())):
+            allowed = each["securityContext"]
+            assert (allowed["runAsNonRoot"], allowed["allowPrivilegeEscalation"]) == (True, False)
+            assert allowed["capabilities"] == {"drop": ["ALL"]}
+            assert allowed["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        kinds = {kind for volume in spec.get("volumes", ()) for kind in volume if kind != "name"}
+        assert kinds <= {"configMap", "csi", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+
+
+def test_the_release_s_own_brokers_may_run_there_too() -> None:
+    data = found(manifests(), "ConfigMap", "demo-nats-values")["data"]
+    values = json.loads(data["values"])
+    for part in ("container", "reloader"):
+        confined = values[part]["merge"]["securityContext"]
+        assert (confined["allowPrivilegeEscalation"], confined["capabilities"]) == (False, {"drop": ["ALL"]})
+        assert confined["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert values["podTemplate"]["merge"]["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_a_worker_alone_in_its_pod_clears_shared_memory_and_a_rank_beside_others_does_not() -> None:
+    """A pod's /dev/shm outlives its containers; ranks of TensorRT-LLM run before the worker does."""
+    (alone,) = templates(found(manifests(), "Deployment", "demo-aggregated"))
+    assert "--clear-shm" in command_of(alone)
+    ranks = [
+        template
+        for template in pods(manifests(recipe_values("llama4-eagle-gb200")))
+        if "mpirun" in str(container(template).get("command"))
+    ]
+    assert not any("--clear-shm" in str(container(template)) for template in ranks)
+
+
 def test_pods_get_the_url_of_their_role_with_the_password_from_the_secret() -> None:
     trees = manifests(recipe_values("llama3"))
     for name, user in (("gateway", "gateway"), ("router", "router"), ("prefill", "worker")):

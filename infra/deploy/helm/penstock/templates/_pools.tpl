@@ -157,6 +157,9 @@ claims: [{name: nvlink}]
 - --extra-engine-args=/etc/penstock/engine/{{ .name }}.yaml
 {{- end }}
 - --drain-s={{ include "penstock.number" .pool.drainSeconds }}
+{{- if not .pool.mpi }}
+- --clear-shm
+{{- end }}
 - "--metrics-host=::"
 - --metrics-port={{ include "penstock.metrics" . }}
 {{- if and (gt .pool.nodes 1) (not .pool.mpi) }}
@@ -257,12 +260,7 @@ spec:
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: {{ $pool.readOnlyRootFilesystem }}
         seccompProfile: {type: RuntimeDefault}
-        {{- if $pool.gpus }}
-        # Memory for RDMA is pinned; the ulimit itself is the container runtime's.
-        capabilities: {drop: [ALL], add: [IPC_LOCK]}
-        {{- else }}
         capabilities: {drop: [ALL]}
-        {{- end }}
       volumeMounts:
         {{- include "penstock.scratchMounts" . | nindent 8 }}
         - {name: models, mountPath: /models}
