@@ -49,8 +49,13 @@ PASSWORDS
       resources:
         requests: {{cpu: "2", memory: 8Gi}}
         limits: {{memory: 8Gi}}
+      securityContext: &confined
+        allowPrivilegeEscalation: false
+        capabilities: {{drop: [ALL]}}
+        seccompProfile: {{type: RuntimeDefault}}
     patch:
       - {{op: add, path: /volumeMounts/-, value: {{name: penstock, mountPath: /etc/penstock}}}}
+  reloader: {{merge: {{securityContext: *confined}}}}
   podTemplate:
     # the image's own user has no number; this one may write the volume
     merge:
