@@ -22,7 +22,6 @@ from penstock.schemas.requests import CARRIED_CHAT
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.engine_loop.loop import EngineLoop, EngineThread
 from penstock.workers.engines.engine_protocol import Engine, EngineError, EngineInfo, Grammars, VisionEngine
-from penstock.workers.kv_transfer.staging import BUFFER_BYTES
 from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.token_pace import TokenPace
@@ -321,6 +320,8 @@ def build_engine(
         if settings.role == "encode":
             engine = native.encoder_from_settings(settings, path)
         else:
+            from penstock.workers.kv_transfer.staging import BUFFER_BYTES
+
             reads = settings.transfer != "none" and (settings.role == "decode" or moves_prefixes(settings))
             staged = BUFFER_BYTES if reads and settings.tensor_parallel_size > 1 else 0
             engine = native.from_settings(settings, path, lost, transfer_bytes=staged)
