@@ -7,6 +7,8 @@ ones. Whether a key admits a request is a pure function of the key table, the te
 The table is the ``keys`` bucket: a change arrives within milliseconds, over the republished subject. Once a second the
 gateway also compares its position with the end of the bucket. A table that was not confirmed for ``STALE_S`` admits no
 one, because a key may have been revoked meanwhile.
+
+What tenants may do is the ``tenants`` bucket as a live table (``TenantTable``), for both APIs.
 """
 
 import asyncio
@@ -32,6 +34,7 @@ from penstock.schemas.keys import ApiKey, Limited, decode, digest_of, id_of, mat
 from penstock.schemas.requests import GenerateRequest
 from penstock.schemas.subjects import DEFAULT_TENANT
 from penstock.schemas.tenants import Limits, check_name
+from penstock.schemas.tenants import decode as decode_limits
 
 log = structlog.get_logger("gateway")
 
@@ -505,3 +508,75 @@ class Guard:
             self._noted.touch()
         except OSError as error:
             log.warning("keys_not_noted", file=str(self._noted), error=str(error), action="set --require-keys")
+
+
+class TenantTable:
+    """
+    Attributes:
+        known: tenants with an entry; ``default`` is always there, and needs none.
+        on_joined, on_left: called with names as they come and go, ``default`` first.
+        on_changed: called after every change.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._tail = LogTail.of_bucket(bus, "tenants", self._on_entry)
+        self.on_joined: Callable[[str], None] = lambda tenant: None
+        self.on_left: Callable[[str], None] = lambda tenant: None
+        self.on_changed: Callable[[], None] = lambda: None
+        self.known: dict[str, Limits] = {}
+        self._callers: dict[str, Caller] = {}
+
+    async def start(self) -> None:
+        """
+        Raises:
+            ServingError: the bucket cannot be read.
+        """
+        self.on_joined(DEFAULT_TENANT)
+        await self._tail.start()
+
+    async def stop(self) -> None:
+        await self._tail.stop()
+
+    def limits(self, tenant: str) -> Limits:
+        return self.known.get(tenant, _NO_LIMITS)
+
+    def caller(self, tenant: str) -> Caller:
+        """Who asks for this tenant over NATS, where the broker has checked the password."""
+        found = self._callers.get(tenant)
+        if found is None:
+            limits = self.limits(tenant)
+            found = self._callers[tenant] = Caller(tenant, tenant, own_cache=not limits.shared_cache, limits=limits)
+        return found
+
+    def check_model(self, tenant: str, model: str) -> None:
+        """
+        Raises:
+            ServingError: model_not_found.
+        """
+        models = self.limits(tenant).models
+        if models and model not in models:
+            served = ", ".join(map(repr, models))
+            raise ServingError(
+                Code.model_not_found,
+                f"model {model[:200]!r} is not served to {tenant!r}; served: {served}",
+                param="model",
+            )
+
+    def _on_entry(self, entry: Entry) -> None:
+        tenant = entry.subject.rpartition(".")[2]
+        self._callers.pop(tenant, None)
+        if not entry.data:
+            if self.known.pop(tenant, None) is not None:
+                self.on_left(tenant)
+                self.on_changed()
+            return
+        try:
+            limits = decode_limits(entry.data)
+        except msgspec.MsgspecError as error:
+            log.warning("tenant_unreadable", tenant=tenant, error=str(error))
+            return
+        existed = tenant in self.known
+        self.known[tenant] = limits
+        if not existed:
+            self.on_joined(tenant)
+        self.on_changed()

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.access.tenants import TenantTable
+from penstock.gateway.access.authentication import TenantTable
 from penstock.gateway.admission.idempotency import claim, digest_of, find_claim
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest, with_trace
 from penstock.gateway.apis.endpoints import ignored_options, listed

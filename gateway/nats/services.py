@@ -11,7 +11,7 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from penstock.gateway.access.tenants import TenantTable
+from penstock.gateway.access.authentication import TenantTable
 from penstock.gateway.admission.idempotency import find_claim
 from penstock.gateway.nats.acceptor import RequestAcceptor
 from penstock.gateway.nats.delivery import AcceptedRequest, AnswerDelivery, KeyedSlots, ReplyPublisher

@@ -15,8 +15,7 @@ import structlog
 from nats.errors import Error as NatsError
 
 from penstock.configs.settings import GatewaySettings, served_names
-from penstock.gateway.access.authentication import ALL, ANYONE, Caller, Guard, Sight, noted_in
-from penstock.gateway.access.tenants import TenantTable
+from penstock.gateway.access.authentication import ALL, ANYONE, Caller, Guard, Sight, TenantTable, noted_in
 from penstock.gateway.admission.budgets import Budgets
 from penstock.gateway.admission.charges import Charges
 from penstock.gateway.admission.idempotency import Claim, reclaim
