@@ -26,8 +26,7 @@ from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import Diffusion
 from penstock.schemas.tokens import File, Finish, TokenItem
 from penstock.workers.engine_loop.step_output import SequenceState
-from penstock.workers.engines.diffusion.diffusion_protocol import DiffusionEngine, Interrupted
-from penstock.workers.engines.diffusion.encode import encode, media_type
+from penstock.workers.engines.diffusion.diffusion_protocol import DiffusionEngine, Interrupted, encode, media_type
 from penstock.workers.engines.engine_protocol import RequestError
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.pipeline_thread import PipelineBackend, PipelineRunnerBase, PipelineThread

@@ -19,13 +19,14 @@ from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion
 from penstock.workers.engines.diffusion.diffusion_protocol import (
+    IMAGE_FORMATS,
     INDEX,
     GeneratedMedia,
     Interrupted,
     Progress,
     pipeline_name,
+    video_formats,
 )
-from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
 from penstock.workers.engines.engine_protocol import RequestError
 
 FRAMES = ("num_frames", "video_length", "frames")  # names of the parameter for the number of frames

@@ -21,8 +21,13 @@ from penstock.infra.model.modeldir import ModelError
 from penstock.schemas.errors import Code
 from penstock.schemas.fleet import Diffuser
 from penstock.schemas.requests import Diffusion
-from penstock.workers.engines.diffusion.diffusion_protocol import GeneratedMedia, Progress, pipeline_name
-from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
+from penstock.workers.engines.diffusion.diffusion_protocol import (
+    IMAGE_FORMATS,
+    GeneratedMedia,
+    Progress,
+    pipeline_name,
+    video_formats,
+)
 from penstock.workers.engines.engine_protocol import EngineError, RequestError
 
 log = structlog.get_logger("engine")

@@ -5,8 +5,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.workers.engines.diffusion.diffusion_protocol import GeneratedMedia
-from penstock.workers.engines.diffusion.encode import IMAGE_FORMATS, encode, media_type, video_formats
+from penstock.workers.engines.diffusion.diffusion_protocol import (
+    IMAGE_FORMATS,
+    GeneratedMedia,
+    encode,
+    media_type,
+    video_formats,
+)
 
 RATE = 24.0
 
