@@ -1,4 +1,4 @@
-"""This user's folder for what ends with processes, such as locks and sockets. No other user can reach it.
+"""This user's folder for what ends with processes, such as sockets and locks (``locked``). No other user can reach it.
 
 It is below the folder for temporary files, where names can be foreseen and others can be faster. So it is used only if
 it is a folder of this user's without permissions for others.
@@ -38,6 +38,24 @@ def user_folder() -> Path:
             f"other users have permissions for {path}: remove it, or `chmod 700` it if all in it is yours"
         )
     return path
+
+
+def locked(file: Path, flags: int = 0) -> int:
+    """A descriptor that holds the lock of a file, which is made if there is none; -1: another process holds it.
+
+    Args:
+        flags: of ``os.open``, besides those for reading and writing.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return -1
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class OwnFolder:

@@ -7,7 +7,6 @@ routers. Only an end that the process or its engine caused counts against those 
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import signal
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ import msgspec
 import structlog
 
 from penstock.configs.settings import WorkerSettings
+from penstock.infra.process.user_folder import locked
 from penstock.schemas import done, wire
 from penstock.schemas.subjects import HEADER_GONE, Subjects
 
@@ -308,10 +308,6 @@ class CrashJournal:
 
 
 def _locked(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise OSError(f"another worker of this name uses {path}: give each a --name of its own") from error
+    if (fd := locked(path, os.O_APPEND)) < 0:
+        raise OSError(f"another worker of this name uses {path}: give each a --name of its own")
     return fd

@@ -27,7 +27,7 @@ from penstock.configs.settings import WorkerSettings
 from penstock.infra.bus.direct_get import Entry
 from penstock.infra.bus.log_tail import LogTail
 from penstock.infra.model import modeldir, text_files
-from penstock.infra.process.user_folder import user_folder
+from penstock.infra.process.user_folder import locked, user_folder
 from penstock.schemas import block_hashes, done, fleet
 from penstock.schemas.control import Ok, Sleep, Wake
 from penstock.schemas.errors import Code, ServingError
@@ -79,7 +79,7 @@ class DeviceTurn:
     @property
     def wanted(self) -> bool:
         """Whether another worker waits for its turn."""
-        descriptor = _locked(self._files[1])
+        descriptor = locked(self._files[1])
         if descriptor < 0:
             return True
         os.close(descriptor)
@@ -89,8 +89,8 @@ class DeviceTurn:
         """Wake up if the device is free; False: its holder was asked to sleep, try again soon."""
         if self._awake < 0:
             if self._next < 0:
-                self._next = _locked(self._files[1])
-            self._awake = _locked(self._files[0]) if self._next >= 0 else -1
+                self._next = locked(self._files[1])
+            self._awake = locked(self._files[0]) if self._next >= 0 else -1
         if self._awake >= 0 and self._next >= 0:
             os.close(self._next)
             self._next = -1
@@ -102,17 +102,6 @@ class DeviceTurn:
             if descriptor >= 0:
                 os.close(descriptor)
         self._awake = self._next = -1
-
-
-def _locked(file: Path) -> int:
-    """A descriptor that holds a file's lock; -1: another process holds it."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return -1
-    return descriptor
 
 
 class RequestHolder(Protocol):

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import structlog
 from blake3 import blake3
 
+from penstock.infra.process.user_folder import locked
 from penstock.schemas.block_hashes import DIGEST_BYTES
 from penstock.workers.engines.core.blocks import MOST_WRITES, FileResult
 from penstock.workers.engines.engine_protocol import EngineError
@@ -261,11 +262,7 @@ class FolderFiles:
         for number in range(MOST_WORKERS):
             folder = layout / str(number)
             folder.mkdir(mode=0o700, exist_ok=True)
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
+            if (lock := locked(folder / "lock")) < 0:
                 continue
             os.utime(lock)
             for byte in range(256):
