@@ -200,6 +200,7 @@ class TextOptions(SamplingOptions, frozen=True, kw_only=True):
         Annotated[Name, Meta(description="name of the conversation: a hint for the router; X-Session-Id goes before")]
         | None
     ) = None
+    session_id: Annotated[Name, Meta(description="vLLM's name of prompt_cache_key")] | None = None
     prompt_logprobs: (
         Annotated[Logprobs, Meta(description="log-probabilities of the prompt's tokens and of this many alternatives")]
         | None

@@ -266,7 +266,7 @@ def _prepared(
         tokenizer=model.tokenizer_digest,
         parsing=options.parsing,
         no_store=context.no_store or bool(body.no_store),
-        session=body.prompt_cache_key or "",
+        session=body.prompt_cache_key or body.session_id or "",
         tenant=context.tenant,
         constraint=options.wanted.constraint if options.wanted is not None else None,
         shown=_shown(body),

@@ -61,6 +61,12 @@ def test_text_and_token_ids_give_the_same_request(context: PrepareContext) -> No
     assert (one.prompt, one.digests, one.endpoint) == (two.prompt, two.digests, "text")
 
 
+def test_a_body_names_its_session_as_openai_or_as_vllm_does(context: PrepareContext) -> None:
+    assert chat(context, "a", session_id="v").request.session == "v"
+    assert chat(context, "a", session_id="v", prompt_cache_key="o").request.session == "o"
+    assert text(context, "a").request.session == ""
+
+
 def test_aliases_are_canonical_in_the_request_and_others_are_not_found(context: PrepareContext) -> None:
     assert chat(context, model="alias").request.model == "tiny"
     error = refusal(chat, context, model="gpt-4")
