@@ -302,6 +302,8 @@ def _from_response_format(body: ChatCompletionRequest | CompletionRequest) -> Fo
     if wanted.json_schema is None:
         raise invalid(field, f"{field} is missing")
     schema = wanted.json_schema.schema
+    if schema is None and wanted.json_schema.name is None:  # many write the schema one level too high
+        raise invalid(f"{field}.schema", f"{field}.schema is missing; write the schema there, and its name beside it")
     return [(f"{field}.schema", _json(f"{field}.schema", {"type": "object"} if schema is None else schema))]
 
 

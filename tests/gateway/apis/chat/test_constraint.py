@@ -34,6 +34,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"response_format": named(SCHEMA)}, "json_schema", SCHEMA),
         ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "json_schema", {"type": "object"}),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
@@ -102,6 +103,11 @@ def test_without_a_constraint_nothing_is_asked_of_workers(context: PrepareContex
         ({"guided_choice": []}, "guided_choice", "1 to"),
         ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice", str(MAX_CHOICES)),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+            "response_format.json_schema.schema",
+            "write the schema there",
+        ),
         ({"response_format": {"type": "yaml"}}, "response_format", "json_schema"),
         ({"regex": "a", "grammar": 'root ::= "a"'}, "grammar", "only one"),
         ({"json_schema": "[]"}, "json_schema", "object"),
