@@ -75,6 +75,10 @@ class DiskWatch:
         self._ending: int | None = None  # the server that was asked to end: until it has, it still meets the full disk
         self._full = False
         self._reported = 0  # of the levels
+        self._store: tuple[int | None, int] = (
+            None,
+            0,
+        )  # the server's process, and the inode of its folder; 0: it was removed
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "DiskWatch":
@@ -106,6 +110,7 @@ class DiskWatch:
             OSError: the folder or the log cannot be read.
         """
         folder = self._server.data_dir
+        self._look_for(folder / "nats")
         usage = shutil.disk_usage(folder)
         if self._met_the_end() and not self._full:
             self._full = True
@@ -136,6 +141,23 @@ class DiskWatch:
             )
         rising = sum(usage.free < (part + LEVEL_MARGIN) * usage.total for part, _ in LEVELS)
         self._reported = max(reached, min(self._reported, rising))
+
+    def _look_for(self, store: Path) -> None:
+        """Report that the store was removed: the server does not notice, and confirms what it writes to lost files."""
+        try:
+            found = store.stat().st_ino
+        except FileNotFoundError:
+            found = 0
+        pid, known = self._server.pid, self._store[1]
+        if self._store[0] != pid:
+            self._store = pid, found
+        elif known and found != known:
+            self._store = pid, 0
+            log.error(
+                "store_removed",
+                folder=str(store),
+                action="let open requests end, then restart the broker: it loses what it holds whenever it ends",
+            )
 
     def _met_the_end(self) -> bool:
         """Whether the server's log has reported a full disk since the last call."""

@@ -299,6 +299,7 @@ MEANINGS = {
     ),
     "deletions_unknown": "the bucket of deletions cannot be read: messages of deleted requests that reappear stay",
     "diffusion_request_failed": "generating an image or a video failed",
+    "store_removed": "the broker's folder was removed while it runs, and it confirms messages that it will lose",
     "disk_check_failed": "free space on the broker's disk could not be read",
     "disk_full": "the broker's disk is full, new requests get 503",
     "disk_nearly_full": "the broker's disk is filling",

@@ -1,6 +1,7 @@
 """Checks of the broker: reachable, authorised, new enough, with its streams, room and the same clock."""
 
 import asyncio
+import contextlib
 import math
 import socket
 import time
@@ -17,7 +18,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from penstock.infra.nats_server.apply_streams import changed_by, check, stream_configs, widened
-from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, existing_info, request
+from penstock.infra.nats_server.jetstream_api import BrokerProblem, existing_config, existing_info, request, running_pid
 from penstock.infra.nats_server.retention import StreamUse, uses
 from penstock.log_tools.sources.data_folder import STREAMS_DIR
 from penstock.log_tools.sources.store_files import Damage, can_verify_much, check_files
@@ -222,6 +223,11 @@ def check_stored_messages(data_dirs: Sequence[Path], *, everything: bool) -> lis
         data_dirs: of all cells whose files are on this machine.
         everything: read all, not only the newest.
     """
+    removed = [each for each in data_dirs if not (each / STREAMS_DIR).is_dir() and _serves(each)]
+    if removed:
+        text = f"{', '.join(str(each / STREAMS_DIR) for each in removed)} was removed while the broker runs"
+        fix = "let open requests end, then restart the broker: it loses what it holds whenever it ends"
+        return [problem("stored messages", text, fix)]
     folders = [path.parent for each in data_dirs for path in (each / STREAMS_DIR).glob("*/meta.inf")]
     if not folders:
         text = "the files of the streams are on the broker's machine: name their data folder there (--data-dir)"
@@ -244,6 +250,13 @@ def check_stored_messages(data_dirs: Sequence[Path], *, everything: bool) -> lis
         text = f"only the broker reads {', '.join(found.unreadable)}, which it encrypts or compresses"
         findings.append(skipped("stored messages", text))
     return [*findings, ok("stored messages", f"{took}{more}")]
+
+
+def _serves(data_dir: Path) -> bool:
+    """Whether a broker runs on a folder."""
+    with contextlib.suppress(BrokerProblem):
+        return running_pid(data_dir) > 0
+    return False
 
 
 def _damaged(damages: Sequence[Damage]) -> str:

@@ -88,6 +88,25 @@ def test_a_disk_that_fills_is_reported_at_15_and_5_percent_once_until_a_hundredt
     ]  # fmt: skip
 
 
+def test_a_store_that_is_removed_under_the_server_is_reported_once(tmp_path: Path, free: dict[str, int]) -> None:
+    """By a cleaner of /tmp, say. nats-server confirms messages as before, and has none of them after a restart."""
+    server, store = Server(tmp_path), tmp_path / "nats"
+    watch = DiskWatch(server)
+    store.mkdir()
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(2):
+            watch.look()
+        store.rename(tmp_path / "gone")
+        for _ in range(2):
+            watch.look()
+        store.mkdir()
+        watch.look()
+        server.pid = 8  # started again, on a new folder
+        for _ in range(2):
+            watch.look()
+    assert [each["folder"] for each in logged if each["event"] == "store_removed"] == [str(store)]
+
+
 async def test_a_check_that_keeps_failing_is_logged_once(tmp_path: Path, free: dict[str, int]) -> None:
     server, looks = Server(tmp_path), asyncio.Semaphore(0)
     watch = DiskWatch(server, every_s=0.001)

@@ -350,6 +350,19 @@ async def test_a_paused_consumer_and_a_limit_that_somebody_has_set_are_named(bus
 # -- what runs ----------------------------------------------------------------------------------------------------
 
 
+async def test_a_store_that_was_removed_while_the_broker_runs_is_a_problem(
+    make_broker: Callable[..., EmbeddedNats],
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, server.subjects) as bus:
+        assert all(each.status is CheckStatus.ok for each in check_stored_messages([server.data_dir], everything=False))
+        shutil.rmtree(server.data_dir / "nats")
+        await accept(bus)  # the broker confirms it
+        (found,) = check_stored_messages([server.data_dir], everything=False)
+    assert (found.status, "was removed" in found.what) == (CheckStatus.problem, True)
+
+
 async def test_a_single_damaged_message_is_named_while_the_broker_runs(
     make_broker: Callable[..., EmbeddedNats], monkeypatch: pytest.MonkeyPatch
 ) -> None:
