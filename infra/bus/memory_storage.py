@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import structlog
 from blake3 import blake3
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
 
 from penstock.infra.bus.client import Frame, Headers, has_status
 from penstock.infra.bus.connection import Bus
@@ -149,7 +151,7 @@ class MemoryStreams:
     async def _fill(self) -> tuple[Fill, Fill]:
         found = []
         for spec in self._specs:
-            info = await self._ask(f"STREAM.INFO.{spec.name}", b"", FILL_S)
+            info = await self._answered(f"STREAM.INFO.{spec.name}")
             if info.error is not None:
                 raise self._missing(spec.name, str(info.error))
             found.append(Fill(info.state.bytes, max(0, int(info.config.get("max_bytes") or 0))))
@@ -268,8 +270,14 @@ class MemoryStreams:
             retry_after=1.0 if known else None,
         )
 
-    async def _ask(self, verb: str, body: bytes, within_s: float = ASK_S) -> _Info:
-        reply = await self._bus.nc.request(f"$JS.API.{verb}", body, timeout=within_s)
+    async def _answered(self, verb: str) -> _Info:
+        """Ask until there is an answer: in a cluster, what is asked during an election gets none, not even later."""
+        while True:  # the caller's timeout ends it
+            with suppress(NatsTimeoutError):
+                return await self._ask(verb, b"")
+
+    async def _ask(self, verb: str, body: bytes) -> _Info:
+        reply = await self._bus.nc.request(f"$JS.API.{verb}", body, timeout=ASK_S)
         return _decode(reply.data)
 
 

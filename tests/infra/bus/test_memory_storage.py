@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
 
 from penstock.infra.bus import memory_storage
 from penstock.infra.bus.connection import Bus
@@ -101,6 +103,23 @@ async def test_a_broker_that_does_not_say_how_full_it_is_is_no_internal_error(
         await MemoryStreams(bus).fill()
     assert refused.value.code is Code.broker_unavailable
     assert refused.value.retry_after
+
+
+async def test_who_gets_no_answer_during_an_election_asks_again_how_full_it_is(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, asked = bus.nc.request, list[str]()
+
+    async def request(subject: str, *arguments: Any, **more: Any) -> Any:
+        asked.append(subject)
+        if len(asked) == 1:
+            raise NatsTimeoutError
+        return await answered(subject, *arguments, **more)
+
+    monkeypatch.setattr(bus.nc, "request", request)
+    contents, tokens = await MemoryStreams(bus).fill()
+    assert (contents.used, tokens.used) == (0, 0)
+    assert asked[0] == asked[1] != asked[2]
 
 
 async def put_later(bus: Bus, asked: GenerateRequest, part: str, again_s: float) -> None:
