@@ -92,7 +92,7 @@ async def test_a_running_deployment_is_backed_up_and_serves_again_from_the_backu
             assert "restored from a backup of 20" in stream.text
             await until(partial(answers, http), "the key is valid and a worker serves")
             assert (await http.post("/v1/completions", json=body(1), headers={"authorization": ""})).status_code == 401
-        assert on_disk(second, traces(oracle, secret)) == []
+        assert await on_disk(second, traces(oracle, secret)) == []
         assert not any((await more_counted(second)).values())
         await ran("doctor", "--data-dir", str(data))
         capsys.readouterr()

@@ -91,7 +91,7 @@ async def test_a_request_whose_broker_and_gateway_die_ends_with_content_lost(lon
 
         await until(lost, "its end", 60.0)
     bus = await connect(lone.state.nats_url, role="operator", name="test")
-    assert on_disk(lone, traces(oracle, waiting)) == []
+    assert await on_disk(lone, traces(oracle, waiting)) == []
     await until(lambda: has_ended(bus, request_id), "its record", 60.0)
     await bus.close()
 
