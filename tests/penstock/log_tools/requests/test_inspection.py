@@ -33,6 +33,7 @@ from tests.router.support import Clients, routing
 from tests.workers.support import answer, engine, log_client, request, run_worker
 
 S = 1_000_000_000
+STORED_MS = 10_000  # an end by which all that a test stores is stored, however slow the machine
 
 
 def shown(found: Inspection, width: int = 200, *, colours: bool = False) -> str:
@@ -265,7 +266,7 @@ async def test_of_a_request_that_is_older_than_the_jobs_it_says_how_far_back_the
         asked = await accept(log.bus)
         await assign(log.bus, asked)
         await stream(log.bus, asked, 5)
-        await end(log.bus, asked, 5)
+        await end(log.bus, asked, 5, took_ms=STORED_MS)
         await log.bus.js.purge_stream(pipeline.stream("WORK"))  # as if it were full
         (gone,) = inspect(await read_timeline(log.bus, asked.id, with_tokens=True)).missing
         assert "its jobs are gone: WORK is empty; it keeps them for a day" in gone
@@ -283,7 +284,7 @@ async def test_of_a_request_whose_prompt_is_gone_it_says_how_long_it_was_and_how
         asked = await accept(log.bus, prompt=pack_tokens(range(70)), digests=bytes(32), block_size=32)
         await assign(log.bus, asked)
         await stream(log.bus, asked, 5)
-        await end(log.bus, asked, 5)
+        await end(log.bus, asked, 5, took_ms=STORED_MS)
         assert inspect(await read_timeline(log.bus, asked.id, with_tokens=True)).missing == ()
         await log.bus.js.purge_stream(pipeline.stream("REQUESTS"))  # as if it were full
         found = inspect(await read_timeline(log.bus, asked.id, with_tokens=True))
