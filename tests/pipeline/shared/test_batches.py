@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
 import httpx
 import msgspec
 import openai
@@ -270,6 +269,8 @@ def test_the_key_of_an_entry_begins_with_its_tenant() -> None:
 
 @pytest.fixture
 async def messages(fast: Deployment) -> Any:
+    import anthropic  # late: this takes 1.5 s, in each process that collects tests
+
     async with anthropic.AsyncAnthropic(base_url=fast.urls[0], api_key="none", max_retries=0) as made:
         yield made.messages.batches
 
@@ -287,6 +288,8 @@ async def ended_messages(batches: Any, name: str, within_s: float = 30) -> Any:
 
 
 async def test_a_batch_of_messages_with_anthropics_client(messages: Any, aclient: openai.AsyncOpenAI) -> None:
+    import anthropic
+
     asked = [{"custom_id": f"n-{n}", "params": message(f"Number {n}")} for n in range(20)]
     wrong = {"custom_id": "wrong", "params": message("x", model="nobody")}
     streamed = {"custom_id": "streamed", "params": message("x", stream=True)}
@@ -324,6 +327,8 @@ async def test_a_batch_of_messages_with_anthropics_client(messages: Any, aclient
 
 async def test_after_a_cancel_running_lines_stop_within_a_second(slow: Deployment, slow_bus: Bus) -> None:
     """By the broker's clock: from when the cancellation was stored to the last token that was."""
+    import anthropic
+
     subjects = slow_bus.subjects
 
     async def tokens_since(at_ns: int) -> list[tuple[int, set[str]]]:
