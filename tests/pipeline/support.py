@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,6 +244,13 @@ def http_of(deployment: str) -> Any:
             yield client
 
     return made
+
+
+async def ok(asked: Awaitable[httpx.Response]) -> httpx.Response:
+    """The answer, whose status is 200."""
+    answer = await asked
+    assert answer.status_code == 200, answer.text
+    return answer
 
 
 # -- what the mock engine answers ---------------------------------------------------------------------------------

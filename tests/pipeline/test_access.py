@@ -24,7 +24,7 @@ from penstock.operate import key_store
 from penstock.schemas.keys import ApiKey, digest_of, new_key
 from tests.gateway.access.test_routes import POLICIES
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import MODEL_NAME, Deployment, bus_of, registrations, until
+from tests.pipeline.support import MODEL_NAME, Deployment, bus_of, ok, registrations, until
 
 CHAT = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -139,11 +139,9 @@ async def batch_of(http: httpx.AsyncClient, key: dict[str, str], content: bytes 
     """Ids of a file and of a batch made of it, of one chat unless a content is given."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
     upload = {"file": ("in.jsonl", content or json.dumps(line).encode())}
-    file = await http.post("/v1/files", files=upload, data={"purpose": "batch"}, headers=key)
-    assert file.status_code == 200, file.text
+    file = await ok(http.post("/v1/files", files=upload, data={"purpose": "batch"}, headers=key))
     body = {"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    batch = await http.post("/v1/batches", json=body, headers=key)
-    assert batch.status_code == 200, batch.text
+    batch = await ok(http.post("/v1/batches", json=body, headers=key))
     return file.json()["id"], batch.json()["id"]
 
 
@@ -459,8 +457,7 @@ async def used(http: httpx.AsyncClient, key: str, requests: int, **query: str) -
 
     async def counted() -> bool:
         nonlocal page
-        answer = await http.get("/v1/usage", params=query, headers=bearer(key))
-        assert answer.status_code == 200, answer.text
+        answer = await ok(http.get("/v1/usage", params=query, headers=bearer(key)))
         page = answer.json()
         return requests <= sum(each["num_model_requests"] for bucket in page["data"] for each in bucket["results"])
 
@@ -968,8 +965,7 @@ async def overtaken(narrow: Deployment, api: str) -> int:
             words = f"{tenant} {number} " + "again and " * 40
             body = {**CHAT, "messages": [{"role": "user", "content": words}], "max_tokens": 4}
             if api == "http":
-                answer = await http.post("/v1/chat/completions", json=body, headers=bearer(keys[tenant]))
-                assert answer.status_code == 200
+                await ok(http.post("/v1/chat/completions", json=body, headers=bearer(keys[tenant])))
             else:
                 subject = f"ps.ask.{MODEL_NAME}"
                 said = await clients[tenant].request(subject, json.dumps(body).encode(), timeout=30)

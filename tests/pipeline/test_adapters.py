@@ -14,7 +14,7 @@ from penstock.cli.commands import main
 from penstock.infra.model import modeldir
 from tests.adapters import greedy, merged, write_adapter
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, http_of, until
+from tests.pipeline.support import Deployment, http_of, ok, until
 
 PROMPT = "The harbour of the town is where the boats of the fishermen come home in the evening, and then they tell"
 COUNT, LONG = 12, 80
@@ -58,8 +58,7 @@ def body(model: str, **more: Any) -> dict[str, Any]:
 
 async def answered(http: httpx.AsyncClient, model: str, **more: Any) -> tuple[list[int], Any]:
     """The tokens, and the whole answer."""
-    answer = await http.post("/v1/completions", json=body(model, **more))
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post("/v1/completions", json=body(model, **more)))
     found = answer.json()
     return found["choices"][0]["token_ids"], found
 

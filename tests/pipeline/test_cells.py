@@ -28,7 +28,7 @@ from penstock.schemas.tenants import decode as decode_limits
 from tests.chaos.log import surplus
 from tests.penstock.log_tools.traces.collector import Collector
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, Oracle, free_port, joined, parse_sse, until, words
+from tests.pipeline.support import ROOT, Deployment, Oracle, free_port, joined, ok, parse_sse, until, words
 
 ASKED = 4  # requests that the commands find, every other one in each cell
 COUNT = 6
@@ -349,8 +349,7 @@ def chat(seed: int, **more: Any) -> dict[str, Any]:
 
 
 async def said(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> dict[str, Any]:
-    answer = await http.post("/v1/chat/completions", json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post("/v1/chat/completions", json=body, headers=headers))
     found: dict[str, Any] = answer.json()
     return found
 
@@ -369,8 +368,7 @@ async def test_each_gateway_answers_from_its_nearest_cell_and_finds_the_requests
         text = answer["choices"][0]["message"]["content"]
         assert text.strip() == oracle.answer(body, COUNT).strip()
         for http in gateways:
-            found = await http.get(f"/v1/requests/{request_id(answer)}")
-            assert found.status_code == 200, found.text
+            found = await ok(http.get(f"/v1/requests/{request_id(answer)}"))
             assert found.json()["id"] == request_id(answer)
             stream = await http.get(f"/v1/requests/{request_id(answer)}/stream")
             assert joined(parse_sse(stream.content)).strip() == text.strip()
@@ -401,8 +399,7 @@ async def test_a_response_is_continued_at_the_other_gateway(gateways: list[httpx
     here, there = gateways[1], gateways[0]
     first = (await here.post("/v1/responses", json={"model": "tiny", "input": "hello", "max_output_tokens": 4})).json()
     body = {"model": "tiny", "input": "and?", "previous_response_id": first["id"], "max_output_tokens": 4}
-    second = await there.post("/v1/responses", json=body)
-    assert second.status_code == 200, second.text
+    second = await ok(there.post("/v1/responses", json=body))
     assert [cell_in(each["id"].removeprefix("resp_")) for each in (first, second.json())] == [1, 0]
     assert (await here.delete(f"/v1/responses/{second.json()['id']}")).status_code == 200
     assert (await there.get(f"/v1/responses/{second.json()['id']}")).status_code == 404
@@ -569,5 +566,4 @@ async def test_a_key_is_made_at_home_and_demanded_by_gateways_of_every_cell(site
                 return (await http.get(f"{url}/v1/models")).status_code == 401
 
             await until(is_demanded, "the gateway knows of the key")
-            answer = await http.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-            assert answer.status_code == 200
+            await ok(http.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}))

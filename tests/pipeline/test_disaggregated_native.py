@@ -31,6 +31,7 @@ from tests.pipeline.support import (
     http_of,
     idle_workers,
     joined,
+    ok,
     parse_sse,
     registrations,
     until,
@@ -69,8 +70,7 @@ def body(*parts: str | dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, Any]:
-    answer = await http.post("/v1/chat/completions", json=asked)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post("/v1/chat/completions", json=asked))
     return answer.headers["x-request-id"], answer.json()
 
 

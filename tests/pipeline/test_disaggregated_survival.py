@@ -21,7 +21,7 @@ from tests.chaos.system import System
 from tests.chaos.topology import TOPOLOGIES
 from tests.demo_model import vision
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, bus_of, joined, parse_sse, token_prompt
+from tests.pipeline.support import Deployment, Oracle, bus_of, joined, ok, parse_sse, token_prompt
 
 # test_structured_survival kills decode workers, pairs/test_disaggregated cancels, chaos/test_cases is a slice of chaos.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -63,8 +63,7 @@ async def ask(http: httpx.AsyncClient, question: dict[str, Any]) -> tuple[str, s
     """The request's id and the whole answer."""
     path = "/v1/chat/completions" if "messages" in question else "/v1/completions"
     asked = {"model": "demo-vision", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-    answer = await http.post(path, json=asked | question)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post(path, json=asked | question))
     return answer.headers["x-request-id"], joined(parse_sse(answer.content))
 
 

@@ -15,7 +15,7 @@ from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.schemas.subjects import HEADER_ERROR
 from penstock.schemas.summary import of_done
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, Process, ending, http_of, parse_sse, registrations, until
+from tests.pipeline.support import Deployment, Oracle, Process, ending, http_of, ok, parse_sse, registrations, until
 from tests.workers.engines.openai.test_server import Handler, Played
 
 COUNT = 6
@@ -46,9 +46,7 @@ http = http_of("deployment")
 
 
 async def said(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> httpx.Response:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer
+    return await ok(http.post(path, json=body))
 
 
 async def test_requests_of_a_model_without_workers_run_on_its_fallback_by_every_api(

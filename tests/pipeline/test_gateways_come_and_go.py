@@ -14,7 +14,7 @@ import pytest
 
 from penstock.operate import restart, top
 from penstock.operate.doctor import doctor_command
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, samples, token_prompt, until
+from tests.pipeline.support import Deployment, Oracle, joined, ok, parse_sse, samples, token_prompt, until
 
 COUNT = 12
 LONG = 2_500  # tokens, which take the mock engine 7 s, more than twice --drain-s
@@ -68,8 +68,7 @@ class Site:
     async def ask(self, http: httpx.AsyncClient, count: int = COUNT) -> None:
         body: dict[str, Any] = {"model": "tiny", "prompt": token_prompt(100, next(self._seeds)), "temperature": 0}
         body |= {"max_tokens": count, "ignore_eos": True, "stream": True}
-        answer = await http.post(PATH, json=body)
-        assert answer.status_code == 200, answer.text
+        answer = await ok(http.post(PATH, json=body))
         assert joined(parse_sse(answer.content)) == self.oracle.answer(body, count)
         self.answers += 1
 

@@ -17,7 +17,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.schemas.jobs import Move
 from penstock.schemas.transfer import PREFIX, Handoff
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, bus_of, ending, http_of, registrations, until
+from tests.pipeline.support import Deployment, bus_of, ending, http_of, ok, registrations, until
 
 # workers/disagg/test_moves has them between engines of the mock; here two processes load torch.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -47,8 +47,7 @@ def body(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, Any]:
-    answer = await http.post("/v1/chat/completions", json=asked)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post("/v1/chat/completions", json=asked))
     return answer.headers["x-request-id"], answer.json()
 
 

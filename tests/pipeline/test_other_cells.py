@@ -16,7 +16,7 @@ from penstock.launch.state import read_cells
 from penstock.operate import drain, restart
 from penstock.operate.doctor import doctor_command
 from penstock.schemas.requests import cell_in
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt, until
+from tests.pipeline.support import Deployment, Oracle, joined, ok, parse_sse, token_prompt, until
 
 COUNT = 12
 PATH = "/v1/completions"
@@ -36,8 +36,7 @@ class Load:
         seed = next(self._seeds)
         body = {"model": "tiny", "prompt": token_prompt(400, seed), "temperature": 0, "max_tokens": COUNT}
         body |= {"ignore_eos": True, "stream": True}
-        answer = await http.post(PATH, json=body)
-        assert answer.status_code == 200, answer.text
+        answer = await ok(http.post(PATH, json=body))
         events = parse_sse(answer.content)
         assert events[-1].data == "[DONE]", answer.text
         assert joined(events) == self._oracle.answer(body, COUNT)
@@ -73,8 +72,7 @@ class Load:
         for url in urls:
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http:
                 for found in some.values():
-                    stream = await http.get(f"/v1/requests/{found}/stream")
-                    assert stream.status_code == 200, stream.text
+                    stream = await ok(http.get(f"/v1/requests/{found}/stream"))
                     assert joined(parse_sse(stream.content)) == self._oracle.answer(self.sent[found], COUNT)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.infra.bus.connection import Bus
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, bus_of, ending, http_of
+from tests.pipeline.support import Deployment, bus_of, ending, http_of, ok
 from tests.workers.engines.native.qwen_vl import film, generated, noisy, picture, write
 
 # test_disaggregated_native has images through these stages, engines/native/test_qwen_vl the model; more load torch.
@@ -62,8 +62,7 @@ def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, Any]:
-    answer = await http.post("/v1/chat/completions", json=asked)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post("/v1/chat/completions", json=asked))
     return answer.headers["x-request-id"], answer.json()
 
 

@@ -17,7 +17,7 @@ from penstock.infra.bus.direct_get import read
 from penstock.schemas.done import Done
 from penstock.schemas.subjects import HEADER_MSG_ID
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Process, ending, registrations, until, words
+from tests.pipeline.support import Deployment, Process, ending, ok, registrations, until, words
 
 TOKENS = 40
 
@@ -49,8 +49,7 @@ async def ended(deployment: Deployment, ids: Sequence[str]) -> list[Done]:
 
 async def ask(client: httpx.AsyncClient, number: int, count: int = TOKENS) -> str:
     body = {"model": "tiny", "prompt": words(40, number), "max_tokens": count, "temperature": 1, "logprobs": 2}
-    answer = await client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(client.post("/v1/completions", json=body))
     return str(answer.headers["x-request-id"])
 
 

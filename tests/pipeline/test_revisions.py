@@ -30,6 +30,7 @@ from tests.pipeline.support import (
     ending,
     free_port,
     metrics,
+    ok,
     registrations,
     stopped,
     until,
@@ -129,8 +130,7 @@ def body(number: int, count: int = 48, **more: Any) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, number: int, **more: Any) -> str:
-    answer = await http.post(PATH, json=body(number, **more))
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post(PATH, json=body(number, **more)))
     text: str = answer.json()["choices"][0]["text"]
     return text
 

@@ -13,7 +13,7 @@ from penstock.cli.commands import main
 from penstock.infra.model.modeldir import DEMO, TINY
 from penstock.schemas.subjects import HEADER_ERROR
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, Process, free_port, http_of, parse_sse, until
+from tests.pipeline.support import Deployment, Oracle, Process, free_port, http_of, ok, parse_sse, until
 
 COUNT = 6
 MESSAGES = [{"role": "user", "content": "Where is the harbour?"}]
@@ -53,9 +53,7 @@ def chat(model: str, **more: Any) -> dict[str, Any]:
 
 
 async def said(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return (await ok(http.post(path, json=body))).json()
 
 
 async def test_the_tokenizers_and_templates_of_the_two_are_different(oracles: dict[str, Oracle]) -> None:

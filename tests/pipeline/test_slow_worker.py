@@ -7,7 +7,7 @@ import pytest
 
 from penstock.schemas.pace import SLOW
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import MODEL, MODEL_NAME, START_S, Deployment, metrics, token_prompt, until
+from tests.pipeline.support import MODEL, MODEL_NAME, START_S, Deployment, metrics, ok, token_prompt, until
 
 pytestmark = pytest.mark.timeout(180)
 STRAGGLER = "worker-slow"
@@ -30,8 +30,7 @@ async def test_a_worker_that_is_twenty_times_slower_than_its_peers_is_named(flee
         """Answers that the slow worker has not ended when it is named."""
         while True:
             body = {"model": MODEL_NAME, "prompt": token_prompt(40, next(seeds)), "max_tokens": 200}
-            answer = await http.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
+            await ok(http.post("/v1/completions", json=body))
 
     async def slowness() -> dict[str, float]:
         found = {}

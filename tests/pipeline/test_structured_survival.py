@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, joined, parse_sse
+from tests.pipeline.support import Deployment, joined, ok, parse_sse
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,8 +44,7 @@ def fleet(new_deployment: NewDeployment) -> Deployment:
 
 async def test_a_killed_decode_workers_answer_continues_and_is_the_undisturbed_one(fleet: Deployment) -> None:
     async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=60) as http:
-        undisturbed = await http.post("/v1/chat/completions", json=BODY)
-        assert undisturbed.status_code == 200, undisturbed.text
+        undisturbed = await ok(http.post("/v1/chat/completions", json=BODY))
         raw, killed = b"", 0
         async with http.stream("POST", "/v1/chat/completions", json=BODY) as answer:
             async for part in answer.aiter_bytes():

@@ -13,7 +13,7 @@ from penstock.log_tools.requests.leases import leases
 from penstock.log_tools.timeline.request_timeline import RequestTimeline
 from penstock.log_tools.traces.spans import spans
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, bus_of, ending, idle_workers, metrics, until
+from tests.pipeline.support import ROOT, Deployment, bus_of, ending, idle_workers, metrics, ok, until
 from tests.standins import FOLDER, VARIANT
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -65,8 +65,7 @@ async def test_prefill_and_decode_on_tensorrt_llm_hand_off_under_our_leases(depl
     async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
         body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0}
         for path in ("split", "again"):
-            answer = await http.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT})
-            assert answer.status_code == 200, answer.text
+            answer = await ok(http.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT}))
             timeline, done = await ending(bus, answer.headers["x-request-id"])
             assert not done.code
             if path == "split":

@@ -36,6 +36,7 @@ from tests.pipeline.support import (
     http_of,
     idle_workers,
     metrics,
+    ok,
     stopped,
     until,
 )
@@ -139,8 +140,7 @@ def long_answer(text: str) -> dict[str, Any]:
 
 
 async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    answer = await http.post("/v1/chat/completions", json={**body, "stream": False})
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post("/v1/chat/completions", json={**body, "stream": False}))
     text: str = answer.json()["choices"][0]["message"]["content"]
     return text
 
@@ -161,8 +161,7 @@ async def test_what_was_recorded_gives_the_same_tokens_again_one_at_a_time(
     for number, question in enumerate(("What is 347 + 586?", "Spell strawberry.", QUESTION)):
         for temperature in (0, 0.8):
             body = chat(question, max_tokens=24, seed=number) | {"temperature": temperature}
-            answer = await http.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 200, answer.text
+            answer = await ok(http.post("/v1/chat/completions", json=body))
             ids.append(str(answer.headers["x-request-id"]))
     async with await connect(deployment.state.nats_url, role="operator", name="test") as bus:
         for each in ids:
@@ -301,8 +300,7 @@ async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
         await asyncio.to_thread(worker.wait_for, "worker_registered", START_S)
     lost: list[str] = []
     for round in range(2):
-        answer = await http.post("/v1/chat/completions", json=chat(QUESTION))
-        assert answer.status_code == 200, answer.text
+        answer = await ok(http.post("/v1/chat/completions", json=chat(QUESTION)))
         timeline, done = await ending(bus, answer.headers["x-request-id"])
         assert not done.code
         lost += [each.decision.reason for each in timeline.routed[1:]]
@@ -369,8 +367,7 @@ async def test_images_are_seen_and_their_blocks_are_known_by_them(
         url = "data:image/png;base64," + base64.b64encode(picture(number)).decode()
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Describe the picture."}]
         body = {"model": model, "messages": [{"role": "user", "content": content}], "temperature": 0}
-        answer = await http.post("/v1/chat/completions", json=body | {"max_tokens": COUNT, "ignore_eos": True})
-        assert answer.status_code == 200, answer.text
+        answer = await ok(http.post("/v1/chat/completions", json=body | {"max_tokens": COUNT, "ignore_eos": True}))
         timeline, done = await ending(bus, answer.headers["x-request-id"])
         assert not done.code
         went = [stage.role for stage in timeline.routed[0].decision.route]

@@ -23,7 +23,7 @@ from penstock.infra.model import modeldir
 from tests import standins
 from tests.adapters import other_weights
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, until
+from tests.pipeline.support import ROOT, Deployment, ok, until
 
 PROMPT = "The harbour of the town is where the boats of the fishermen come home in the evening, and then they tell"
 COUNT, LONG = 8, 100
@@ -109,16 +109,13 @@ def body(count: int = COUNT, **more: Any) -> dict[str, Any]:
 
 async def answered(http: httpx.AsyncClient, **more: Any) -> tuple[list[int], Any]:
     """The tokens, and the whole answer."""
-    answer = await http.post("/v1/completions", json=body(**more))
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post("/v1/completions", json=body(**more)))
     found = answer.json()
     return found["choices"][0]["token_ids"], found
 
 
 async def change(http: httpx.AsyncClient, what: str, **asked: Any) -> Any:
-    answer = await http.post(f"/v1/admin/{what}", json=asked)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return (await ok(http.post(f"/v1/admin/{what}", json=asked))).json()
 
 
 class Stream:
@@ -536,8 +533,7 @@ async def test_models_that_share_a_device_take_turns_as_requests_come(new_deploy
             return [each["model"] for each in found for worker in each["workers"] if not worker["asleep"]]
 
         for model in ("demo", "small", "demo"):
-            answer = await http.post("/v1/completions", json=body(model=model))
-            assert answer.status_code == 200, answer.text
+            await ok(http.post("/v1/completions", json=body(model=model)))
             assert await awake() == [model]
         both = [http.post("/v1/completions", json=body(model=model)) for model in ("demo", "small") * 8]
         assert [each.status_code for each in await asyncio.gather(*both)] == [200] * 16

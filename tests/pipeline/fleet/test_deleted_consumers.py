@@ -13,7 +13,7 @@ import pytest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.nats_server.apply_streams import apply
 from penstock.schemas.streams import topology
-from tests.pipeline.support import Deployment, Oracle, registrations, until, words
+from tests.pipeline.support import Deployment, Oracle, ok, registrations, until, words
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -36,8 +36,7 @@ def body(seed: int) -> dict[str, Any]:
 @pytest.fixture
 def ask(http: httpx.AsyncClient, oracle: Oracle) -> Ask:
     async def answered(seed: int) -> None:
-        answer = await http.post("/v1/completions", json=body(seed))
-        assert answer.status_code == 200, answer.text
+        answer = await ok(http.post("/v1/completions", json=body(seed)))
         assert answer.json()["choices"][0]["text"] == oracle.answer(body(seed), COUNT)
 
     return answered

@@ -17,7 +17,7 @@ from penstock.schemas import done, requests, tokens
 from penstock.schemas.subjects import HEADER_MSG_ID, HEADER_NO_STORE, HEADER_REPLY_TO, HEADER_REQUEST
 from penstock.schemas.wire import pack_tokens
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, registrations, token_prompt, until
+from tests.pipeline.support import Deployment, Oracle, joined, ok, parse_sse, registrations, token_prompt, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -108,8 +108,7 @@ async def is_deleted(deployment: Deployment, bus: Bus, request_id: str, wanted: 
 
 async def stream(http: httpx.AsyncClient, asked: dict[str, Any], **headers: str) -> tuple[str, str]:
     """The request's id and its text."""
-    answer = await http.post(PATH, json=asked | {"stream": True}, headers=headers)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post(PATH, json=asked | {"stream": True}, headers=headers))
     return answer.headers["x-request-id"], joined(parse_sse(answer.content))
 
 

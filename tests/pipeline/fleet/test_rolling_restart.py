@@ -14,7 +14,7 @@ import pytest
 from penstock.infra.bus.connection import Bus
 from penstock.operate import drain, restart
 from penstock.schemas.fleet import WorkerState
-from tests.pipeline.support import Deployment, Process, parse_sse, registrations, token_prompt, until
+from tests.pipeline.support import Deployment, Process, ok, parse_sse, registrations, token_prompt, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -65,8 +65,7 @@ async def test_draining_and_restarting_everything_fails_no_request(
         async with httpx.AsyncClient(trust_env=False, timeout=60, base_url=fleet.state.http_url) as http:
             while not stop.is_set():
                 asked = body(number, stream=number % 2 == 0)
-                answer = await http.post(PATH, json=asked)
-                assert answer.status_code == 200, answer.text
+                answer = await ok(http.post(PATH, json=asked))
                 if asked["stream"]:
                     assert parse_sse(answer.content)[-1].data == "[DONE]"
                     assert b'"error"' not in answer.content

@@ -12,7 +12,7 @@ import pytest
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.schemas import jobs, routers
-from tests.pipeline.support import Deployment, token_prompt, until
+from tests.pipeline.support import Deployment, ok, token_prompt, until
 
 REQUESTS = 60
 PAUSE_S = 0.04
@@ -54,8 +54,7 @@ async def load(fleet: Deployment, strike_at: int, strike: "asyncio.Future[None] 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
         began = time.monotonic()
         short = {"model": "tiny", "prompt": token_prompt(20, 900 + number), "max_tokens": 1, "temperature": 0}
-        answer = await client.post(fleet.urls[0] + "/v1/completions", json=short)
-        assert answer.status_code == 200, answer.text
+        await ok(client.post(fleet.urls[0] + "/v1/completions", json=short))
         waited.append(time.monotonic() - began)
 
     async with httpx.AsyncClient(trust_env=False, timeout=30) as client:

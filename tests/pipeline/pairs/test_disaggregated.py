@@ -31,6 +31,7 @@ from tests.pipeline.support import (
     described,
     ending,
     idle_workers,
+    ok,
     parse_sse,
     registrations,
     token_prompt,
@@ -46,9 +47,7 @@ def body(prompt: list[int], **more: Any) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> httpx.Response:
-    answer = await http.post("/v1/completions", json=asked)
-    assert answer.status_code == 200, answer.text
-    return answer
+    return await ok(http.post("/v1/completions", json=asked))
 
 
 async def stages(bus: Bus, request_id: str) -> list[str]:

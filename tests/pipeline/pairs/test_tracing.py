@@ -14,7 +14,7 @@ from penstock.infra.bus.connection import Bus
 from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
 from tests.penstock.log_tools.traces.collector import Collector, Got
-from tests.pipeline.support import Deployment, ending, parse_sse, registrations, token_prompt, until
+from tests.pipeline.support import Deployment, ending, ok, parse_sse, registrations, token_prompt, until
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STAGES = ["decode", "decode", "prefill", "prefill"]
@@ -29,10 +29,11 @@ def body(seed: int, tokens: int = 300, **more: Any) -> dict[str, Any]:
 
 async def ask(http: httpx.AsyncClient, asked: dict[str, Any], traceparent: str = "", **headers: str) -> str:
     """The request's id."""
-    answer = await http.post(
-        "/v1/completions", json=asked, headers=headers | ({"traceparent": traceparent} if traceparent else {})
+    answer = await ok(
+        http.post(
+            "/v1/completions", json=asked, headers=headers | ({"traceparent": traceparent} if traceparent else {})
+        )
     )
-    assert answer.status_code == 200, answer.text
     return str(answer.headers["x-request-id"])
 
 

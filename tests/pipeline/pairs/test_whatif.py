@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from penstock.log_tools.whatif import whatif_command
-from tests.pipeline.support import Deployment, token_prompt
+from tests.pipeline.support import Deployment, ok, token_prompt
 from tests.pipeline.test_whatif import REQUESTS, output
 
 
@@ -16,8 +16,7 @@ async def test_pairs_are_decided_again_with_other_workers_and_policies(
     options = ("--local-prefill-tokens", "64", "--since", datetime.datetime.now().isoformat())
     for number in range(REQUESTS):
         prompt = token_prompt(400, number % 5) + token_prompt(300 * (number % 3), 100 + number)
-        answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 4})
-        assert answer.status_code == 200, answer.text
+        await ok(http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 4}))
     same = await output(whatif_command.run, pairs, capsys, *options)
     assert same["decisions"] == same["usable"] == same["reproduced"] == REQUESTS
     assert same["recorded"] == same["then"]

@@ -24,7 +24,7 @@ from penstock.log_tools.timeline.read import read_timeline
 from penstock.schemas import fleet
 from penstock.schemas.subjects import HEADER_REPLY_TO
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Process, accepted, ending, metrics, parse_sse, until
+from tests.pipeline.support import Deployment, Process, accepted, ending, metrics, ok, parse_sse, until
 
 IMAGES = "/v1/images/generations"
 VIDEOS = "/v1/videos/generations"
@@ -69,8 +69,7 @@ async def studio(workers: list[Process], http: httpx.AsyncClient) -> httpx.Async
 
 
 async def fetched(http: httpx.AsyncClient, picture: dict[str, Any]) -> Image.Image:
-    answer = await http.get(picture["url"])
-    assert answer.status_code == 200
+    answer = await ok(http.get(picture["url"]))
     assert answer.headers["content-type"] == picture["media_type"]
     assert len(answer.content) == picture["bytes"]
     return Image.open(io.BytesIO(answer.content))
@@ -78,8 +77,7 @@ async def fetched(http: httpx.AsyncClient, picture: dict[str, Any]) -> Image.Ima
 
 async def test_an_image_is_made_stored_and_fetched(studio: httpx.AsyncClient, bus: Bus) -> None:
     body = {"model": "painter", "prompt": "a red cube", "size": "40x24", "num_inference_steps": 3, "seed": 7}
-    answer = await studio.post(IMAGES, json=body)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(studio.post(IMAGES, json=body))
     result = answer.json()
     (picture,) = result["data"]
     assert (result["object"], result["model"], result["size"]) == ("image", "painter", "40x24")
@@ -103,8 +101,7 @@ async def test_an_image_of_a_request_with_no_store_is_fetched_from_memory_and_on
 ) -> None:
     said = "a boat that nobody may see"
     body = {"model": "painter", "prompt": said, "size": "40x24", "num_inference_steps": 2, "no_store": True}
-    answer = await studio.post(IMAGES, json=body)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(studio.post(IMAGES, json=body))
     (picture,) = answer.json()["data"]
     made = (await studio.get(picture["url"])).content
     assert len(made) == picture["bytes"]
@@ -304,8 +301,7 @@ async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeploym
     assert "images/generations" in (deployment.home / "up.log").read_text()
     body = {"model": "painter", "prompt": "a red cube", "size": "32x32", "num_inference_steps": 2}
     async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
-        made = await http.post("/v1/images/generations", json=body)
-        assert made.status_code == 200, made.text
+        await ok(http.post("/v1/images/generations", json=body))
         listed = (await http.get("/v1/models")).json()["data"]
         assert [(card["id"], card["output_modalities"]) for card in listed] == [("painter", ["image"])]
         refused = await http.post("/v1/chat/completions", json={"model": "painter", "messages": []})

@@ -24,7 +24,7 @@ from penstock.schemas.subjects import HEADER_NO_STORE, HEADER_REPLY_TO
 from penstock.workers.engines.embed.embedding_protocol import shortened
 from penstock.workers.engines.embed.mock import mock_vector
 from tests.chaos.log import until_counted
-from tests.pipeline.support import MODEL, Deployment, Process, accepted, ending, registrations, until
+from tests.pipeline.support import MODEL, Deployment, Process, accepted, ending, ok, registrations, until
 from tests.workers.engines.embed.test_native import cross_encoder, scored
 
 PATH = "/v1/embeddings"
@@ -113,8 +113,7 @@ async def test_the_lines_of_a_batch_may_ask_for_vectors_and_are_counted_once(
 
 async def test_the_answer_is_in_the_log_and_can_be_read_again(served: httpx.AsyncClient, bus: Bus) -> None:
     body = {"model": "vectors", "input": ["one text", "another"], "encoding_format": "base64"}
-    answer = await served.post(PATH, json=body)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(served.post(PATH, json=body))
     request_id = answer.headers["x-request-id"]
     timeline, end = await ending(bus, request_id)
     assert (timeline.stages[0].role, end.usage.completion) == ("embed", 0)
@@ -134,8 +133,7 @@ async def test_with_an_idempotency_key_every_gateway_gives_the_answer_of_one_req
     ids = set()
     for url in fast.urls:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
-            answer = await client.post(PATH, json=body, headers={"Idempotency-Key": "vectors-1"})
-            assert answer.status_code == 200, answer.text
+            answer = await ok(client.post(PATH, json=body, headers={"Idempotency-Key": "vectors-1"}))
             ids.add(answer.json()["id"])
     assert len(ids) == 1
 
@@ -209,8 +207,7 @@ async def test_a_short_text_is_computed_before_large_requests_that_a_worker_has_
         return ids if len(ids) == len(users) and all(each.stages for each in timelines) else []
 
     ids = await until(begun, "workers have the large requests")
-    answer = await served.post(PATH, json={"model": "vec", "input": "short"})
-    assert answer.status_code == 200, answer.text
+    await ok(served.post(PATH, json={"model": "vec", "input": "short"}))
     states = [(await served.get(f"/v1/requests/{each}")).json()["state"] for each in ids]
     assert not {"done", "failed", "cancelled"} & set(states)
     for each in ids:
@@ -285,8 +282,7 @@ async def test_a_ranking_has_the_scores_of_transformers_and_can_be_read_again(
     path: str, ranked: list[float], http: httpx.AsyncClient, bus: Bus
 ) -> None:
     body = {"model": "ranker", "query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
+    answer = await ok(http.post(path, json=body))
     best = sorted(range(3), key=lambda index: -ranked[index])[:2]
     results = answer.json()["results"]
     assert [each["index"] for each in results] == best

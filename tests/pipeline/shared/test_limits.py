@@ -27,6 +27,7 @@ from tests.pipeline.support import (
     idle_workers,
     joined,
     metrics,
+    ok,
     parse_sse,
     registrations,
     stopped,
@@ -144,8 +145,7 @@ async def test_a_stream_that_misses_its_deadline_ends_with_the_error(
     slow_http: httpx.AsyncClient, slow_bus: Bus, oracle: Oracle
 ) -> None:
     body = text_body(51, deadline_s=0.6, timeout_s=50, stream=True)
-    answer = await slow_http.post(PATH, json=body)
-    assert answer.status_code == 200
+    answer = await ok(slow_http.post(PATH, json=body))
     *events, error, done = parse_sse(answer.content)
     assert error.body["error"]["code"] == "deadline_exceeded"
     assert done.data == "[DONE]"
@@ -327,8 +327,7 @@ async def send_many(url: str, oracle: Oracle, count: int, seed: int) -> None:
                 writer.write(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
                 await writer.drain()
             return
-        answer = await client.post(PATH, json=body)
-        assert answer.status_code == 200, answer.text
+        answer = await ok(client.post(PATH, json=body))
         text = joined(parse_sse(answer.content)) if body["stream"] else answer.json()["choices"][0]["text"]
         if number % 5 == 0:
             assert text == oracle.answer(body, body["max_tokens"])

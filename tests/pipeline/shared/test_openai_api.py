@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, token_prompt, words
+from tests.pipeline.support import Deployment, Oracle, joined, ok, parse_sse, token_prompt, words
 
 CHAT: dict[str, Any] = {
     "model": "tiny",
@@ -161,8 +161,7 @@ async def test_a_stop_string_cuts_the_text_wherever_it_lies(
     spots = [text[17:19], text[30:48], oracle.text(tokens[5:6]), text[:1], "\u2603"]
 
     async def ask(stop: str | list[str]) -> tuple[str, str]:
-        answer = await http.post(path, json={**body, "max_tokens": 40, "stop": stop, "stream": stream})
-        assert answer.status_code == 200, answer.text
+        answer = await ok(http.post(path, json={**body, "max_tokens": 40, "stop": stop, "stream": stream}))
         if stream:
             events = parse_sse(answer.content)
             reasons = [part["finish_reason"] for event in events[:-1] for part in event.body["choices"]]

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.pipeline.support import Oracle, described, token_prompt, words
+from tests.pipeline.support import Oracle, described, ok, token_prompt, words
 
 
 def text(prompt: Any, **more: Any) -> dict[str, Any]:
@@ -15,9 +15,7 @@ def text(prompt: Any, **more: Any) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, asked: dict[str, Any], path: str = "/v1/completions") -> Any:
-    answer = await http.post(path, json=asked)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return (await ok(http.post(path, json=asked))).json()
 
 
 @pytest.mark.parametrize("top", [0, 1, 20])

@@ -24,7 +24,7 @@ from penstock.schemas.requests import GenerateRequest, new_request_id
 from penstock.schemas.subjects import HEADER_CONTENT_TYPE, HEADER_MSG_ID, request_of
 from penstock.schemas.tokens import Finish, TokenBatch, TokenItem
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until, words
+from tests.pipeline.support import Deployment, Oracle, joined, ok, parse_sse, until, words
 
 CHAT: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 6}
 PATH = "/v1/chat/completions"
@@ -173,8 +173,7 @@ async def test_a_repeat_with_the_same_key_gets_the_first_answer_streamed_or_whol
 ) -> None:
     asked = body("repeated", temperature=1)  # each run would draw another seed
     async with client_of(fast.urls[0]) as one, client_of(fast.urls[1]) as other:
-        first = await one.post(PATH, json=asked, headers=keyed("k-1") | {"X-Request-Id": "mine-7"})
-        assert first.status_code == 200, first.text
+        first = await ok(one.post(PATH, json=asked, headers=keyed("k-1") | {"X-Request-Id": "mine-7"}))
         request_id = first.headers["x-request-id"]
         for client in (one, other):
             reordered = msgspec.json.encode(dict(reversed(asked.items())))

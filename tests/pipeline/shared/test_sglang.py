@@ -14,7 +14,7 @@ from penstock.infra.model.modeldir import TINY
 from penstock.log_tools.requests.leases import leases
 from penstock.schemas.wire import unpack_tokens
 from tests import standins
-from tests.pipeline.support import ROOT, Deployment, Process, bus_of, ending, idle_workers, until
+from tests.pipeline.support import ROOT, Deployment, Process, bus_of, ending, idle_workers, ok, until
 
 FLAGS = ("--engine", "sglang", "--model", str(TINY), "--max-model-len", "512", "--max-running", "4", "--threads", "1")
 NIXL = standins.FOLDER / "sglang" / "_standin" / "path"
@@ -74,8 +74,7 @@ async def test_a_request_runs_on_both_and_none_alone(
 
         await until(takes_requests, "requests that other modules left waiting have ended")
         for cached in (0, CACHED):
-            answer = await http.post("/v1/completions", json=body | {"n": 2 if cached else 1})
-            assert answer.status_code == 200, answer.text
+            answer = await ok(http.post("/v1/completions", json=body | {"n": 2 if cached else 1}))
             timeline, done = await ending(own_bus, answer.headers["x-request-id"])
             assert [stage.role for stage in timeline.routed[0].decision.route] == ["prefill", "decode"]
             assert (done.code, done.attempt, done.worker.split("-")[0]) == ("", 1, "decode")
