@@ -5,7 +5,6 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,15 +109,3 @@ def test_the_state_of_other_tokens_is_refused(sequence: list[int], prompt: int) 
 def test_engines_whose_cache_differs_do_not_take_over() -> None:
     with pytest.raises(ValueError, match="data type, block size, attention windows"):
         unpack(pack(DONE, LAYOUT, PROMPT), Params, "trtllm:32:fp8:2", [*PROMPT, FIRST], 3)
-
-
-@pytest.mark.parametrize("opaque", [b"", b"{", b'{"layout": 1}', b"\xff\xfe", msgspec.json.encode([1])])
-def test_damaged_states_are_refused(opaque: bytes) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        unpack(opaque, Params, LAYOUT, [*PROMPT, FIRST], 3)
-
-
-def test_another_version_is_refused() -> None:
-    opaque = msgspec.msgpack.encode(msgspec.msgpack.decode(pack(DONE, LAYOUT, PROMPT)) | {"version": 7})
-    with pytest.raises(ValueError, match="version 7"):
-        unpack(opaque, Params, LAYOUT, [*PROMPT, FIRST], 3)
