@@ -1,10 +1,13 @@
-"""The registered workers: the ``workers`` bucket as a live table. Each lease is timed by this process's clock."""
+"""The registered workers: the ``workers`` bucket as a live table. Each lease is timed by this process's clock.
+
+They are read once with ``registrations``, routers with ``routers``.
+"""
 
 import re
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import structlog
@@ -13,8 +16,12 @@ from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import Entry, read
 from penstock.infra.bus.log_tail import LogTail
 from penstock.schemas import fleet
+from penstock.schemas.routers import Member
+from penstock.schemas.routers import decode as decode_router
 
 log = structlog.get_logger("fleet")
+
+T = TypeVar("T")
 
 PAUSE_S = 1.0
 EXPIRED = "lease expired"  # why a worker left, if it did not remove its key
@@ -39,14 +46,24 @@ async def registrations(bus: Bus) -> list[fleet.Registration]:
     Raises:
         ServingError: the bucket cannot be read.
     """
-    now_ns, found = time.time_ns(), []
-    async for entry in read(bus, f"KV_{bus.subjects.bucket('workers')}", bus.subjects.lease(">")):
+    found = await _live(bus, "workers", fleet.decode)
+    return sorted(found, key=lambda each: by_name(each.name, each.worker))
+
+
+async def routers(bus: Bus) -> list[Member]:
+    """Routers with a live lease, by id, likewise."""
+    return sorted(await _live(bus, "routers", decode_router), key=lambda each: each.router)
+
+
+async def _live(bus: Bus, bucket: str, decode: Callable[[bytes], T]) -> list[T]:
+    name, now_ns, found = bus.subjects.bucket(bucket), time.time_ns(), []
+    async for entry in read(bus, f"KV_{name}", f"$KV.{name}.>"):
         if entry.data and now_ns - entry.time_ns < STALE_NS:  # else the marker of a lease that ended
             try:
-                found.append(fleet.decode(entry.data))
+                found.append(decode(entry.data))
             except msgspec.MsgspecError as error:
-                log.warning("registration_unreadable", worker=entry.subject.rpartition(".")[2], error=str(error))
-    return sorted(found, key=lambda each: by_name(each.name, each.worker))
+                log.warning("lease_unreadable", lease=entry.subject, error=str(error))
+    return found
 
 
 def by_name(name: str, worker: str) -> tuple[list[tuple[str, int]], str]:

@@ -15,7 +15,6 @@ from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.worker_leases import registrations
 from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
-from penstock.operate.workers import alone, chosen
 from penstock.schemas import control, wire
 from penstock.schemas.fleet import Registration, WorkerState
 
@@ -123,3 +122,29 @@ def _shown(worker: Registration) -> str:
 def _work(worker: Registration) -> str:
     count = worker.load.running + worker.load.waiting
     return f"{count} request{'' if count == 1 else 's'}"
+
+
+def chosen(registered: Sequence[Registration], name: str) -> Registration:
+    """The worker with this name or id, or whose id begins so.
+
+    Raises:
+        ValueError: none or several.
+    """
+    matching = [each for each in registered if name in (each.name, each.worker)]
+    matching = matching or [each for each in registered if each.worker.startswith(name)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise ValueError(f"{name!r} names {len(matching)} workers: {', '.join(each.worker for each in matching)}")
+    names = ", ".join(each.name or each.worker for each in registered)
+    raise ValueError(f"no worker {name!r} is registered; there are {names}" if names else "no worker is registered")
+
+
+def alone(registered: Sequence[Registration], leaving: Sequence[Registration]) -> Registration | None:
+    """One of ``leaving`` after which no worker is left that is ready for its role and model; None: there is none."""
+    ids = {each.worker for each in leaving}
+    for one in leaving:
+        candidates = (each for each in registered if each.worker not in ids and each.state is WorkerState.ready)
+        if not any((each.model, each.role) == (one.model, one.role) for each in candidates):
+            return one
+    return None

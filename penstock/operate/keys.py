@@ -4,7 +4,7 @@ import argparse
 import datetime
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -20,8 +20,8 @@ from penstock.infra.bus.worker_leases import registrations
 from penstock.log_tools.sources.open_log import LogSource, open_log, run_command
 from penstock.operate import key_store
 from penstock.operate.key_store import copy_into, line_of, read_keys
-from penstock.operate.workers import unserved
 from penstock.schemas.errors import ServingError
+from penstock.schemas.fleet import Registration
 from penstock.schemas.keys import MOST_CONCURRENT, MOST_PER_MINUTE, MOST_PER_MONTH, ApiKey, check_id, digest_of, new_key
 from penstock.schemas.requests import Priority
 from penstock.schemas.subjects import DEFAULT_TENANT
@@ -305,3 +305,13 @@ async def _import(args: argparse.Namespace) -> None:
         copied = await copy_into(bus, keys)
     parts = (f"{copied.added} keys added", f"{copied.changed} changed", f"{copied.revoked} revoked")
     print(f"{', '.join(parts)}, {copied.unchanged} as they were")
+
+
+def unserved(registered: Iterable[Registration], models: Iterable[str]) -> str:
+    """A warning about those of ``models`` that no worker serves, which names what is served; "": all are."""
+    served = {name for each in registered for name in (each.model, *each.aliases)}
+    unknown = [name for name in models if name not in served]
+    if not unknown:
+        return ""
+    there = f"served are {', '.join(sorted(served))}" if served else "no worker is there"
+    return f"no worker serves {', '.join(map(repr, unknown))} now ({there}): requests for it get 404 until one does"

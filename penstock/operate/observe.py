@@ -19,13 +19,12 @@ from nats.errors import Error as NatsError
 from penstock.cli.figures import quantile, show_duration
 from penstock.infra.bus.client import Frame, Headers
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.worker_leases import by_name, registrations
+from penstock.infra.bus.worker_leases import by_name, registrations, routers
 from penstock.infra.nats_server import retention
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import StreamUse
 from penstock.launch.state import read_state
 from penstock.log_tools.sources.open_log import CellSource, Log, LogSource, open_cells
-from penstock.operate.workers import routers
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import GpuUse, Registration, WorkerState
 from penstock.schemas.pace import SLOW, compare

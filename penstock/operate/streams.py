@@ -16,14 +16,13 @@ from penstock.cli.figures import counted, duration_ns, parse_size, show_duration
 from penstock.cli.terminal import Column, confirmed, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
-from penstock.infra.bus.worker_leases import registrations
+from penstock.infra.bus.worker_leases import registrations, routers
 from penstock.infra.nats_server import retention
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.infra.nats_server.retention import Loss, StreamUse
 from penstock.launch.nats import CLIENTS_PORT, apply_at, copy_tenants
 from penstock.log_tools.sources.data_folder import recorded_max_age_s
 from penstock.log_tools.sources.open_log import Log, LogSource, add_flags, cells_of, open_cells, run_command, running
-from penstock.operate.workers import routers
 from penstock.schemas.streams import topology
 from penstock.schemas.subjects import Subjects
 

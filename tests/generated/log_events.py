@@ -380,6 +380,7 @@ MEANINGS = {
     "lease_renewal_failed": "a worker's lease could not be renewed; tried again until it ends",
     "lease_renewal_rejected": "the broker refused to renew a lease; tried again until it ends",
     "lease_unknown": "the planner's lease could not be read",
+    "lease_unreadable": "a registered worker or router of a later build cannot be read, and is left out",
     "ledger_publish_failed": "lines of the ledger of handoffs are lost (`penstock leases` only)",
     "load_unknown": "the planner could not read load or latencies and decides nothing",
     "log_end_unknown": "the end of a stream could not be read; tried again",

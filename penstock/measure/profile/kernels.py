@@ -20,7 +20,7 @@ from penstock.cli.terminal import fail
 from penstock.configs.flags import Parser
 from penstock.infra.bus.worker_leases import registrations
 from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
-from penstock.operate.workers import chosen
+from penstock.operate.drain import chosen
 from penstock.schemas import control, wire
 
 WRITE_S = 120.0  # for a worker to write its trace

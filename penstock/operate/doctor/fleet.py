@@ -15,7 +15,7 @@ from penstock.cli.figures import counted, show_size, span
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import parse_time, read
 from penstock.infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
-from penstock.infra.bus.worker_leases import registrations
+from penstock.infra.bus.worker_leases import registrations, routers
 from penstock.infra.nats_server.apply_streams import begins_beyond
 from penstock.infra.nats_server.jetstream_api import existing_info, request
 from penstock.infra.process.sockets import is_loopback
@@ -31,7 +31,6 @@ from penstock.operate.doctor.finding import (
     warning,
 )
 from penstock.operate.observe import CLASSES, STALLED_MS, lost_leases
-from penstock.operate.workers import routers
 from penstock.router.placement.decide import TransferKind, transfer_kind
 from penstock.schemas.audit import KEYS_LOST
 from penstock.schemas.audit import decode as decode_audit

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.infra.bus.connection import Bus
-from penstock.infra.bus.worker_leases import RENEWED_S, RegisteredWorker, WorkerRegistry
+from penstock.infra.bus.worker_leases import RENEWED_S, RegisteredWorker, WorkerRegistry, registrations
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas import fleet
 from penstock.schemas.subjects import Subjects
@@ -248,3 +248,11 @@ async def test_a_young_registration_is_a_member_at_once(bus: Bus) -> None:
     watched = Watched(bus)
     async with watched.watch:
         assert (list(watched.watch.members), watched.watch.stale_keys) == (["young"], set())
+
+
+async def test_of_those_that_are_read_once_the_ended_and_the_unreadable_are_left_out(bus: Bus) -> None:
+    await remove(bus, "ended", await register(bus, "ended"))
+    await bus.js.publish(bus.subjects.lease("of-a-later-build"), b"\xc1")
+    for worker in ("w-10", "w-2"):
+        await register(bus, worker)
+    assert [each.worker for each in await registrations(bus)] == ["w-10", "w-2"], "they have no names: by id"

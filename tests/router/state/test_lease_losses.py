@@ -5,10 +5,10 @@ import asyncio
 import msgspec
 import pytest
 
+from penstock.infra.bus.worker_leases import routers
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.operate.observe import lost_leases
-from penstock.operate.workers import routers
 from penstock.router.state.lost_workers import NAMES, WINDOW_NS, LeaseLosses
 from penstock.router.state.router_metrics import Metrics
 from penstock.schemas import fleet
