@@ -205,6 +205,7 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_as_ids: bool = False  # tokens of log-probabilities are "token_id:ID", not their text
     usage: bool = False  # each event of a stream has the usage so far
     special: bool = False  # special tokens are a part of the text
+    function_call: bool = False  # a call is in the field of this name, in place of tool_calls
 
 
 TEXT_ONLY = Shown()  # this very one is left out of messages

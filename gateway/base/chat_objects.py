@@ -91,14 +91,18 @@ class AnswerMessage(Struct, frozen=True):
     reasoning: str | UnsetType | None = UNSET
     tool_calls: list[CallMessage] | UnsetType = UNSET
     refusal: None = None  # OpenAI's schema requires it
+    function_call: FunctionMessage | UnsetType = UNSET
 
 
-def message_of(whole: Delta, names: Sequence[str] = (), *, hidden: bool = False) -> AnswerMessage:
+def message_of(
+    whole: Delta, names: Sequence[str] = (), *, hidden: bool = False, as_function: bool = False
+) -> AnswerMessage:
     """The message of an answer that its parser has taken apart.
 
     Args:
         names: of the fields with its reasoning.
         hidden: reasoning is left out.
+        as_function: the call is in the field that OpenAI's API had before tools.
     """
     calls = [
         CallMessage(call.id or "", FunctionMessage(call.function.name or "", call.function.arguments))
@@ -108,7 +112,10 @@ def message_of(whole: Delta, names: Sequence[str] = (), *, hidden: bool = False)
     content = whole.content
     if content is None and not calls and whole.reasoning_content is None:
         content = ""
-    return AnswerMessage(content, tool_calls=calls or UNSET, **dict.fromkeys(names, thought))
+    called: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    if calls and as_function:
+        called = {"function_call": calls[0].function}
+    return AnswerMessage(content, **called, **dict.fromkeys(names, thought))
 
 
 class ChatChoice(Struct, frozen=True):

@@ -687,6 +687,12 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "room_question_of_a_revision": (cells.RoomQuestion("tiny", (512,), True, "2f6c"), cells.decode_room_question),
     "room_question": (cells.RoomQuestion("tiny", (512, 900), True), cells.decode_room_question),
     "room_answer": (cells.RoomAnswer((2, 0)), cells.decode_room_answer),
+    "request_with_functions_in_place_of_tools": (
+        msgspec.structs.replace(
+            REQUEST, shown=requests.Shown(token_ids=True, tokens_as_ids=True, usage=True, function_call=True)
+        ),
+        requests.decode,
+    ),
     "request_of_another_cell": (
         msgspec.structs.replace(REQUEST, origin="01982f4c-7c00-7abc-8def-001456789abc", resumes=True),
         requests.decode,

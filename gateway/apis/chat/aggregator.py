@@ -165,7 +165,12 @@ class AnswerAggregator:
             message = AnswerMessage("".join(self._texts[choice.index]))
         else:
             whole = self._deltas[choice.index] or Delta()
-            message = message_of(whole, reasoning_names(parsing, streamed=False), hidden=parsing.hidden)
+            message = message_of(
+                whole,
+                reasoning_names(parsing, streamed=False),
+                hidden=parsing.hidden,
+                as_function=self._request.shown.function_call,
+            )
         logprobs = self._choice_logprobs(choice)
         return ChatChoice(choice.index, message, choice.finish_reason, logprobs, self._token_ids(choice))
 

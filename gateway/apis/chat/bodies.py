@@ -296,6 +296,7 @@ class ChatMessage(Struct, frozen=True):
         None
     )
     thinking_blocks: Annotated[list[dict[str, Any]] | None, Meta(description="as LiteLLM returns reasoning")] = None
+    function_call: Annotated[FunctionCall | None, Meta(description="older form of tool_calls")] = None
 
 
 _THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # types of parts
@@ -397,8 +398,8 @@ class ChatCompletionRequest(TextOptions, frozen=True, kw_only=True):
     separate_reasoning: (
         Annotated[bool, Meta(description="false: reasoning is part of the content, with its marks")] | None
     ) = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    functions: Annotated[list[dict[str, Any]], Meta(max_length=512, description="older form of tools")] | None = None
+    function_call: Annotated[str | dict[str, Any] | None, Meta(description="older form of tool_choice")] = None
     modalities: list[str] | None = None
     audio: Any = None
     best_of: int | None = None
@@ -467,6 +468,8 @@ def parse_chat(data: bytes) -> ChatCompletionRequest:
     body: ChatCompletionRequest = decode_body(_decode_chat, data)
     if body.reasoning is not None or body.think is not None:
         body = _with_thinking(body)
+    if b'"function_call"' in data or b'"functions"' in data:
+        body = _with_functions(body)
     if (choice := plain_choice(body.tool_choice)) is not body.tool_choice:
         body = msgspec.structs.replace(body, tool_choice=choice)
     if any(map(_may_reason, body.messages)):
@@ -474,6 +477,29 @@ def parse_chat(data: bytes) -> ChatCompletionRequest:
         body = msgspec.structs.replace(body, messages=messages)
     check_chat(body)
     return body
+
+
+def _with_functions(body: ChatCompletionRequest) -> ChatCompletionRequest:
+    """Functions and calls in OpenAI's form before tools as these, of which an answer has one at most."""
+    messages, call = [], ""
+    for number, message in enumerate(body.messages):
+        if message.function_call is not None and not message.tool_calls:
+            call = f"call_{number}"
+            calls = [ToolCall(message.function_call, call)]
+            message = msgspec.structs.replace(message, tool_calls=calls, function_call=None)
+        elif message.role == "function" and call:
+            message = msgspec.structs.replace(message, role="tool", tool_call_id=call)
+        messages.append(message)
+    body = msgspec.structs.replace(body, messages=messages)
+    if not body.functions:
+        return body
+    if body.tools:
+        raise invalid("functions", "functions is the older form of tools, and excludes them; leave it out")
+    choice = body.function_call
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": choice}
+    tools = [{"type": "function", "function": each} for each in body.functions]
+    return msgspec.structs.replace(body, tools=tools, tool_choice=choice, parallel_tool_calls=False)
 
 
 def _may_reason(message: ChatMessage) -> bool:
@@ -489,8 +515,6 @@ def check_chat(body: ChatCompletionRequest) -> None:
     Raises:
         ServingError: invalid_request or unsupported, with the field.
     """
-    if body.functions or body.function_call is not None:
-        raise unsupported("functions", "functions and function_call are not supported; use tools")
     if body.audio is not None or any(kind != "text" for kind in body.modalities or ()):
         raise unsupported("modalities", "audio and modalities other than 'text' are not supported")
     if body.web_search_options is not None:

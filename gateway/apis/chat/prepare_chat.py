@@ -283,9 +283,10 @@ def _shown(body: ChatCompletionRequest | CompletionRequest) -> requests.Shown:
     stream = body.stream_options
     usage = stream is not None and bool(stream.continuous_usage_stats)
     special = body.skip_special_tokens is False
-    if not (body.return_token_ids or body.return_tokens_as_token_ids or usage or special):
-        return requests.TEXT_ONLY
-    return requests.Shown(bool(body.return_token_ids), bool(body.return_tokens_as_token_ids), usage, special)
+    called = isinstance(body, ChatCompletionRequest) and bool(body.functions)
+    ids, as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+    shown = requests.Shown(ids, as_ids, usage, special, called)
+    return requests.TEXT_ONLY if shown == requests.TEXT_ONLY else shown
 
 
 def resolve_options(

@@ -52,10 +52,14 @@ class ChoiceState:
         parser: of that text; None: it is not parsed.
     """
 
-    __slots__ = ("_measure", "_pending", "_texts", "finish", "index", "offset", "parser", "position", "push", "stream")
+    __slots__ = (
+        *("_called", "_measure", "_pending", "_texts"),
+        *("finish", "index", "offset", "parser", "position", "push", "stream"),
+    )
 
     def __init__(self, index: int, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         self.index = index
+        self._called = "function_call" if request.shown.function_call else "tool_calls"
         self.stream = text_stream(request, detokenizer)
         self.push = self.stream.push
         self.parser = None
@@ -108,7 +112,7 @@ class ChoiceState:
         """The finish reason of an ended choice."""
         assert self.finish is not None
         reason = self.finish.reason
-        return "tool_calls" if reason == "stop" and self.parser is not None and self.parser.has_calls else reason
+        return self._called if reason == "stop" and self.parser is not None and self.parser.has_calls else reason
 
 
 @lru_cache(maxsize=64)  # of revisions, which workers name
@@ -471,7 +475,10 @@ class StreamRenderer:
         if delta is None:
             return b""
         thought = None if self._hidden else delta.reasoning_content
-        rest = _json(Delta(content=delta.content, tool_calls=delta.tool_calls))[1:-1]
+        shown = Delta(content=delta.content, tool_calls=delta.tool_calls)
+        if delta.tool_calls and self._state.request.shown.function_call:
+            shown = Delta(content=delta.content, function_call=delta.tool_calls[0].function)
+        rest = _json(shown)[1:-1]
         if thought is None:
             return self._no_thought + rest if rest else b""
         return b"".join([b'"%b":%b,' % (name, _json(thought)) for name in self._thoughts]) + rest

@@ -35,6 +35,7 @@ class Delta(Struct, frozen=True, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[CallDelta] | None = None
+    function_call: FunctionDelta | None = None  # older form, of one call
 
 
 class DeltaBuilder:

@@ -78,6 +78,8 @@ async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient, client: op
         ({"worker": "a.b"}, "worker", ""),
         ({"user": "u" * 257}, "user", "256"),
         ({"worker": "nobody"}, None, "unknown_worker"),
+        ({"functions": [{"name": "f"}], "tools": [{"function": {"name": "f"}}]}, "functions", "excludes"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "tool_choice", "'g'"),
     ],
     ids=str,
 )
@@ -93,7 +95,6 @@ async def test_a_bad_value_is_refused_with_its_field_and_limit(
     ("change", "param"),
     [
         ({"response_format": {"type": "yaml"}}, "response_format"),
-        ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"], "audio": {}}, "modalities"),
         (
             {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "custom"}},

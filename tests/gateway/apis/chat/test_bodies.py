@@ -88,8 +88,6 @@ def test_a_violation_names_the_field_and_the_limit(field: str, value: Any, limit
 
 
 UNSUPPORTED: list[tuple[str, Any, str]] = [
-    ("functions", [{"name": "f"}], "functions"),
-    ("function_call", "auto", "functions"),
     ("modalities", ["text", "audio"], "modalities"),
     ("messages", [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}], "messages"),
     ("messages", [{"role": "system", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}], "messages"),

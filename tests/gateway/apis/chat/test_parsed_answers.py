@@ -55,6 +55,37 @@ def request(context: PrepareContext, **options: Any) -> GenerateRequest:
     return prepared.request  # type: ignore[union-attr]
 
 
+def test_functions_are_called_in_the_form_that_openai_had_before_tools(demo: PrepareContext) -> None:
+    """And the calls and results of such a conversation are those of tools for the template."""
+    asked = {"role": "assistant", "content": None, "function_call": {"name": "get_weather", "arguments": "{}"}}
+    result = {"role": "function", "name": "get_weather", "content": "rain"}
+    messages = [{"role": "user", "content": "hi"}, asked, result]
+    given = request(demo, tools=None, functions=[TOOL["function"]], function_call="auto", messages=messages)
+    calls = [{"id": "call_1", "type": "function", "function": asked["function_call"]}]
+    as_tools = [
+        messages[0], {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "rain"},
+    ]  # fmt: skip
+    same = request(demo, messages=as_tools, tool_choice="auto", parallel_tool_calls=False)
+    assert (given.prompt, given.parsing) == (same.prompt, same.parsing)
+    text = 'Hm.<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    whole = AnswerAggregator(given, demo.model.detokenizer)
+    assert whole.push(answer(demo.model, text))
+    body = json.loads(whole.response())
+    ChatCompletion.model_validate(body, strict=True)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert "tool_calls" not in choice["message"]
+    renderer = StreamRenderer(given, demo.model.detokenizer)
+    events = [each["choices"][0] for _, each in chunks(renderer.push(answer(demo.model, text)))]
+    parts = [event["delta"]["function_call"] for event in events if "function_call" in event["delta"]]
+    assert parts[0]["name"] == "get_weather"
+    assert "".join(part["arguments"] for part in parts) == '{"city": "Oslo"}'
+    assert not any("tool_calls" in event["delta"] for event in events)
+    assert events[-1]["finish_reason"] == "function_call"
+
+
 def answer(model: ModelDir, text: str, finish: Finish = STOP, *, logprobs: bool = False) -> list[TokenItem]:
     ids = model.tokenizer.encode(text, add_special_tokens=False).ids
     return [
