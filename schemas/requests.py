@@ -45,6 +45,7 @@ ADAPTER = "adapter"
 # Named by requests that run as a fallback, and registered by workers that say so in the token stream.
 FALLBACK = "fallback"
 # Named by requests that carry their chat, and registered by workers whose servers take chats only.
+COMPLETION = "text"  # value of ``GenerateRequest.endpoint``: the answer continues the prompt's text
 CARRIED_CHAT = "chat"
 MARKS = CONSTRAINT_MARKS | {ADAPTER, FALLBACK, CARRIED_CHAT}  # names of logits processors that clients cannot use
 

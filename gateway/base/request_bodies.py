@@ -13,6 +13,7 @@ from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.block_hashes import tenant_salt
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import adapter_name
+from penstock.schemas.requests import COMPLETION as COMPLETION
 from penstock.schemas.requests import Constraint, Priority
 from penstock.schemas.streams import LONGEST_DEADLINE_S
 from penstock.schemas.subjects import DEFAULT_TENANT
@@ -220,8 +221,7 @@ def renamed(error: ServingError, places: Mapping[str, str]) -> ServingError:
 
 
 BOM = b"\xef\xbb\xbf"  # which some clients write in front of UTF-8
-CHAT = "chat"  # values of GenerateRequest.endpoint
-COMPLETION = "text"
+CHAT = "chat"  # values of GenerateRequest.endpoint, beside COMPLETION
 RESPONSE = "response"
 COMPACTION = "compaction"
 MESSAGE = "message"

@@ -8,6 +8,7 @@ import re
 from codecs import utf_8_decode
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
+from string import ascii_lowercase
 from types import MappingProxyType
 from typing import Protocol
 
@@ -110,22 +111,32 @@ class Detokenizer:
         min_tokens: int = 0,
         stops_shown: bool = False,
         marks: Mapping[int, str] = NO_MARKS,
+        continues: bool = False,
     ) -> TextStream:
         """The text of one answer, cut at the first stop string.
 
         Args:
+            continues: it comes behind other text, so that the blank in front of its first word is kept.
             marks: tokens that have a text; see ``TextStream.show``.
             min_tokens: search stop strings only in the text from this token (counted from 1) on.
             stops_shown: the answer ends after the stop string, not before it.
         """
-        plain = self.marked_stream(marks)
+        plain = self.marked_stream(marks, continues=continues)
         return StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
 
-    def marked_stream(self, marks: Mapping[int, str]) -> TextStream:
+    def marked_stream(self, marks: Mapping[int, str], *, continues: bool = False) -> TextStream:
         """The text of one answer for parsers, cut nowhere, with a text for marks; see ``TextStream.show``."""
-        stream = ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
+        before = self._letter if continues else ()
+        stream = ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special, before)
         stream.show(marks)
         return stream
+
+    @cached_property
+    def _letter(self) -> tuple[int, ...]:
+        """A token that is a letter, behind which others have the text that they have within a text."""
+        ids = (self._tokenizer.token_to_id(letter) for letter in ascii_lowercase)
+        found = (token for token in ids if token is not None and token not in self._special)
+        return next(((token,) for token in found if len(self._tokenizer.decode([token])) == 1), ())
 
 
 class ByteStream:
@@ -186,13 +197,17 @@ class WindowStream:
 
     __slots__ = ("_decode", "_ids", "_marks", "_new", "_shown", "_skipped", "stop")
 
-    def __init__(self, tokenizer: Tokenizer, skipped: Container[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Container[int], before: Sequence[int] = ()) -> None:
+        """
+        Args:
+            before: tokens of other text, which this one continues.
+        """
         self._decode = tokenizer.decode
         self._skipped = skipped
         self._marks: Mapping[int, str] = {}
-        self._ids: list[int] = []
-        self._new = 0  # tokens from this index of _ids on are not shown yet
-        self._shown = ""  # text of _ids[: _new]
+        self._ids = [*before]
+        self._new = len(before)  # tokens from this index of _ids on are not shown yet
+        self._shown = self._decode(self._ids, skip_special_tokens=False)  # text of _ids[: _new]
         self.stop: str | None = None
 
     def show(self, marks: Mapping[int, str]) -> None:

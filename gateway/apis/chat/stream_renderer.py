@@ -24,8 +24,8 @@ from penstock.gateway.base.chat_objects import (
     serving_error,
 )
 from penstock.gateway.base.event_stream import COMMENT, DONE, error_event, invalid_event_id, parse_position
-from penstock.gateway.base.request_bodies import CHAT
-from penstock.infra.text.detokenizer import Detokenizer
+from penstock.gateway.base.request_bodies import CHAT, COMPLETION
+from penstock.infra.text.detokenizer import Detokenizer, TextStream
 from penstock.infra.text.parsers.delta_builder import CONTENT, Delta
 from penstock.infra.text.parsers.registry import answer_marks, parser_for, special_texts, text_stream
 from penstock.schemas.done import Usage, counts_in, total
@@ -72,7 +72,9 @@ class ChoiceState:
         self.offset = 0
         self.finish: Finish | None = None
         self._pending: list[Scored] = []
-        self._measure = detokenizer.stream(marks=special) if request.sampling.logprobs is not None else None
+        self._measure: TextStream | None = None
+        if request.sampling.logprobs is not None:
+            self._measure = detokenizer.stream(marks=special, continues=request.endpoint == COMPLETION)
 
     def show_marks(self) -> None:
         """Stop parsing: from now on, the tokens of marks have their own text again."""

@@ -66,6 +66,19 @@ def test_other_vocabularies_stream_what_the_tokenizer_decodes(text: str) -> None
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+@given(st.lists(st.sampled_from(["broker", "keeps", "the", "东", "ü"]), min_size=2, max_size=8), st.integers(1, 7))
+def test_a_text_that_continues_another_keeps_the_blank_before_its_first_word(words: list[str], at: int) -> None:
+    for tokenizer, detokenizer in (byte_level(), metaspace()):
+        ids = tokenizer.encode(" ".join(words[:at]), add_special_tokens=False).ids
+        more = tokenizer.encode(" ".join(words), add_special_tokens=False).ids[len(ids) :]
+        continued = "".join(shown(detokenizer, more, continues=True))
+        assert tokenizer.decode(ids) + continued == tokenizer.decode([*ids, *more])
+    _, other = metaspace()
+    blank = metaspace()[0].encode("the", add_special_tokens=False).ids
+    assert "".join(shown(other, blank)) == "the"
+    assert "".join(shown(other, blank, continues=True)) == " the"
+
+
 def test_both_kinds_of_vocabulary_are_distinguished() -> None:
     assert type(byte_level()[1].stream()).__name__ == "ByteStream"
     assert type(metaspace()[1].stream()).__name__ == "WindowStream"

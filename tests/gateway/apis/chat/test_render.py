@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,14 +13,14 @@ from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.prepare_chat import prepare_chat, prepare_completion
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.base.request_bodies import PrepareContext
-from penstock.infra.model.modeldir import ModelDir
+from penstock.infra.model.modeldir import ModelDir, load
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Shown
 from penstock.schemas.token_dedup import TokenReassembler
 from penstock.schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 from penstock.schemas.wire import pack_tokens
 from tests.properties import examples
-from tests.tiny_model import CORPUS
+from tests.tiny_model import CORPUS, metaspace_json, write
 
 NOW = 1_700_000_000 * 10**9
 
@@ -310,6 +311,25 @@ def test_special_tokens_are_text_if_they_are_asked_for(
         assert (choice["message"]["content"] if endpoint == "chat" else choice["text"]) == text
         if endpoint == "text":
             assert choice["logprobs"]["text_offset"][-1] == len(text)  # of the end token
+
+
+def test_a_completion_keeps_the_blank_behind_the_prompt_and_a_chat_begins_without_it(tmp_path: Path) -> None:
+    model = load(write(tmp_path, tokenizer=metaspace_json()))
+    context = PrepareContext(model, ("tiny",), "gw1")
+    ids = model.tokenizer.encode("keeps", add_special_tokens=False).ids
+    items = [TokenItem("r", 1, 0, k, pack_tokens([token])) for k, token in enumerate(ids)]
+    items.append(TokenItem("r", 1, 0, len(ids), b"", Finish("length")))
+    for endpoint, options, text in (
+        ("text", {}, " keeps"),
+        ("text", {"echo": True}, "hi keeps"),
+        ("chat", {}, "keeps"),
+    ):
+        asked = request(context, endpoint, **options)
+        assert text_of(events(StreamRenderer(asked, model.detokenizer).push(items))) == text
+        collector = AnswerAggregator(asked, model.detokenizer)
+        collector.push(items)
+        choice = json.loads(collector.response())["choices"][0]
+        assert (choice["message"]["content"] if endpoint == "chat" else choice["text"]) == text
 
 
 def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, context: PrepareContext) -> None:
