@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, structs
 
@@ -62,6 +63,16 @@ def named(settings: CommonT, role: str, port: int) -> CommonT:
         return settings
     host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
     return structs.replace(settings, name="-".join(filter(None, (role, host, str(port or "")))))
+
+
+def traces_url(endpoint: str) -> str:
+    """Where OTLP/HTTP takes traces: a collector's URL without a path, as most pages print it, gets the standard one.
+
+    https://opentelemetry.io/docs/specs/otlp/#otlphttp-request
+    """
+    parts = urlsplit(endpoint)
+    web = parts.scheme in ("http", "https") and parts.path in ("", "/")
+    return parts._replace(path="/v1/traces").geturl() if web else endpoint
 
 
 def served_names(text: str) -> tuple[str, ...]:
@@ -777,7 +788,7 @@ class TraceSettings(Common, frozen=True, kw_only=True):
     ] = ()
     file: Annotated[str, about("an export of `penstock export` instead")] = ""
     skip_bad: Annotated[bool, about("of --file: leave damaged lines out")] = False
-    otlp_endpoint: Annotated[str, about("OTLP URL to send traces to, such as http://127.0.0.1:4318/v1/traces")] = ""
+    otlp_endpoint: Annotated[str, about("OTLP URL to send traces to, such as http://127.0.0.1:4318")] = ""
     since: Annotated[
         str, about("how far back to begin: 90s, 30m, 2h, 1d; default: where the last export stopped, else now")
     ] = ""

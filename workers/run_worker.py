@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import structlog
+from msgspec import structs
 
 from penstock.configs import logs
-from penstock.configs.settings import WorkerSettings, named
+from penstock.configs.settings import WorkerSettings, named, traces_url
 from penstock.infra.metrics.scope import PortTaken, check_port
 from penstock.infra.model import modeldir
 from penstock.infra.text.parsers import families
@@ -31,8 +32,10 @@ def run(settings: WorkerSettings) -> int:
     sys.setswitchinterval(0.0001)
     settings = named(settings, "worker", settings.metrics_port)
     logs.setup(settings.log_format, settings.log_level, name=settings.name)
-    if settings.otlp_endpoint:
-        os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # engines would take it for gRPC
+    if settings.otlp_endpoint:  # engines would take it for gRPC
+        protocol = os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        if protocol == "http/protobuf":
+            settings = structs.replace(settings, otlp_endpoint=traces_url(settings.otlp_endpoint))
     import uvloop
 
     if settings.clear_shm:

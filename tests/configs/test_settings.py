@@ -4,7 +4,13 @@ import socket
 
 import pytest
 
-from penstock.configs.settings import RouterSettings, WorkerSettings, fallbacks_of, named
+from penstock.configs.settings import RouterSettings, WorkerSettings, fallbacks_of, named, traces_url
+
+
+def test_only_a_collector_s_url_without_a_path_gets_one() -> None:
+    assert traces_url("http://c:4318") == traces_url("http://c:4318/") == "http://c:4318/v1/traces"
+    for whole in ("https://c/otlp/v1/traces", "https://c/x?key=1", "", "grpc://c:4317"):
+        assert traces_url(whole) == whole
 
 
 def test_a_process_without_a_name_has_its_role_s_its_host_s_and_its_port_s(monkeypatch: pytest.MonkeyPatch) -> None:

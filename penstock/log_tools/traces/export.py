@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.configs.settings import traces_url
 from penstock.log_tools.traces.spans import Span
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Exporter:
 
 
 def otlp(endpoint: str, namespace: str = "ps") -> Exporter:
-    """To an OTLP/HTTP endpoint, such as ``http://127.0.0.1:4318/v1/traces``.
+    """To an OTLP/HTTP endpoint, such as ``http://127.0.0.1:4318``.
 
     Raises:
         NoExporter: OpenTelemetry is not installed; the text says how to install it.
@@ -137,4 +138,4 @@ def otlp(endpoint: str, namespace: str = "ps") -> Exporter:
         raise NoExporter(f"spans cannot be sent without OpenTelemetry ({error}); {INSTALL}") from error
     logger, warning = logging.getLogger("opentelemetry.exporter"), FirstWarning()
     logger.handlers, logger.propagate = [warning], False  # our log has one line now and then, not one per try
-    return Exporter(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S), namespace, warning)
+    return Exporter(OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=SEND_S), namespace, warning)

@@ -77,6 +77,18 @@ async def test_why_spans_were_refused_is_logged(
     collector.stop()
 
 
+@pytest.mark.parametrize("path", ["", "/"])
+async def test_the_url_of_a_collector_without_a_path_is_that_of_its_traces(path: str) -> None:
+    """As pages of collectors and OTEL_EXPORTER_OTLP_ENDPOINT have it. A collector answers 404 to any other path."""
+    collector = Collector()
+    collector.start()
+    exporter = export.otlp(collector.url.replace("/v1/traces", path))
+    assert await exporter.send(spans_of(split()))
+    exporter.close()
+    collector.stop()
+    assert collector.spans
+
+
 @pytest.mark.parametrize(
     "endpoint", ["http://", "http://[::bad/v1", "http://127.0.0.1:99999/", "ftp://h/", "localhost:4318"]
 )
