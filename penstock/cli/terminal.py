@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import rich.markup
 from rich.console import Console
 from rich.padding import Padding
@@ -80,6 +81,11 @@ def progress_bar() -> "Progress":
         auto_refresh=False,
         disable=not sys.stderr.isatty(),
     )
+
+
+def write_json(console: Console, value: object) -> None:
+    """A line of JSON, for programs that read lines."""
+    console.file.write(msgspec.json.encode(value).decode() + "\n")
 
 
 def fail(command: str, *errors: object, status: int = 1) -> int:

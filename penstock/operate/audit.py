@@ -11,7 +11,7 @@ import structlog
 from rich.console import Console
 
 from penstock.cli.figures import clock, moment_ns
-from penstock.cli.terminal import escape, print_hanging, stdout
+from penstock.cli.terminal import escape, print_hanging, stdout, write_json
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.infra.nats_server.datadir import users_of
@@ -82,7 +82,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         if args.user and args.user not in (line.user, role_of(line.user), line.entry.key):
             continue
         if args.json:
-            console.file.write(msgspec.json.encode(_fields(line)).decode() + "\n")
+            write_json(console, _fields(line))
         else:
             _print(line, console)
 

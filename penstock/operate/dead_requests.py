@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from penstock.cli.figures import clock, counted, moment_ns
-from penstock.cli.terminal import confirmed, escape, print_hanging, stdout
+from penstock.cli.terminal import confirmed, escape, print_hanging, stdout, write_json
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import get_last
 from penstock.log_tools.replay import replay
@@ -94,7 +94,7 @@ async def _print_list(args: argparse.Namespace, console: Console) -> None:
     requests = await _of_all_cells(args, args.limit)
     if args.json:
         for each in requests:
-            console.file.write(msgspec.json.encode(each).decode() + "\n")
+            write_json(console, each)
         return
     if not requests:
         console.print("no request has lost its worker in every attempt")

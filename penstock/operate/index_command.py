@@ -7,10 +7,9 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from penstock.cli.figures import clock, moment_ns
-from penstock.cli.terminal import stdout
+from penstock.cli.terminal import Column, fitting_table, stdout, write_json
 from penstock.configs.flags import Parser
 from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
@@ -90,7 +89,7 @@ async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> No
             continue
         if args.json:
             line = msgspec.to_builtins(result) | ({"cell": cell.number} if cell.cells > 1 else {})
-            console.file.write(msgspec.json.encode(line).decode() + "\n")
+            write_json(console, line)
         else:
             if len(cells) > 1:
                 console.print(f"[bold]cell {cell.number}[/]", highlight=False)
@@ -203,18 +202,16 @@ def _print(index_report: IndexReport, console: Console) -> None:
         f"{index_report.blocks:,} distinct blocks, checksum {index_report.checksum:012x}",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("worker", no_wrap=True)
-    table.add_column("rank", justify="right")
-    table.add_column("blocks", justify="right")
+    rows = []
     for target in index_report.targets:
         blocks = (
             f"{target.blocks:,}"
             if target.blocks is not None
             else f"unknown: it began before {index_report.first_seq:,}"
         )
-        table.add_row(target.worker, str(target.rank), blocks)
-    console.print(table)
+        rows.append((target.worker, str(target.rank), blocks))
+    columns = (Column("worker"), Column("rank", right=True), Column("blocks", right=True))
+    console.print(fitting_table(columns, rows, console.width))
     for check in index_report.routers:
         same = check.checksum == check.expected
         verdict = "[green]as the stream leads to[/]" if same else f"[red]the stream leads to {check.expected:012x}[/]"

@@ -7,12 +7,11 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.figures import duration_ns
-from penstock.cli.terminal import escape, stdout
+from penstock.cli.terminal import escape, stdout, write_json
 from penstock.configs.flags import Parser, add_broker_flags, or_none, whole_number
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
@@ -252,7 +251,7 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
     keys = [key for key in await _keys(args) if args.all or key_store.state(key, now_ns) == "valid"]
     if args.json:
         for key in keys:
-            console.file.write(msgspec.json.encode(key_store.public(key, now_ns)).decode() + "\n")
+            write_json(console, key_store.public(key, now_ns))
         return
     if not keys:
         console.print("there are no keys" if args.all else "there are no valid keys; --all also shows others")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.cli.commands import StreamsSettings
 from penstock.cli.figures import counted, duration_ns, parse_size, show_duration, show_size
-from penstock.cli.terminal import Column, confirmed, fitting_table, stdout
+from penstock.cli.terminal import Column, confirmed, fitting_table, stdout, write_json
 from penstock.configs.flags import Parser
 from penstock.infra.bus.audit import recorded
 from penstock.infra.bus.worker_leases import registrations, routers
@@ -131,7 +131,7 @@ async def _list(source: LogSource, console: Console, *, as_json: bool) -> None:
             uses += found
     if as_json:
         for use in uses:
-            console.file.write(msgspec.json.encode(use).decode() + "\n")
+            write_json(console, use)
         return
     console.print(_table(uses, console.width))
 

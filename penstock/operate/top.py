@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.figures import clock, duration_ns, show_duration, show_size, span
-from penstock.cli.terminal import Column, escape, fitting_table, stdout
+from penstock.cli.terminal import Column, escape, fitting_table, stdout, write_json
 from penstock.configs.flags import Parser
 from penstock.infra.nats_server.jetstream_api import BrokerProblem
 from penstock.log_tools.sources.open_log import LogSource, add_flags, run_command
@@ -71,7 +70,7 @@ async def _print(observer: observe.Observer, console: Console, interval_s: float
         await asyncio.sleep(interval_s)
         snapshot = await observer.look()
         if as_json:
-            console.file.write(msgspec.json.encode(snapshot).decode() + "\n")
+            write_json(console, snapshot)
             console.file.flush()
         else:
             console.print(picture(snapshot, console.width))

@@ -8,12 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from penstock.cli.figures import moment_ns
-from penstock.cli.terminal import escape, stdout
+from penstock.cli.terminal import Column, escape, fitting_table, stdout, write_json
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import read
 from penstock.log_tools.sources.open_log import LogSource, add_flags, open_cells, run_command
@@ -77,7 +75,8 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
                 table.add(usage.decode(entry.data))
     rows = list(_rows(table, args.by, args.every))
     if args.json:
-        console.file.writelines(msgspec.json.encode(row).decode() + "\n" for row in rows)
+        for row in rows:
+            write_json(console, row)
     elif args.csv:
         console.file.write(_csv(rows, args.by, args.every))
     else:
@@ -109,17 +108,15 @@ def _print(rows: Sequence[dict[str, object]], by: Sequence[str], every: str, con
     if not rows:
         console.print("nothing was used in this time")
         return
-    table = Table(box=None, pad_edge=False)
     names = [*(["time"] if every else []), *by]
-    for name in names:
-        table.add_column("time (UTC)" if name == "time" else name)
-    for name in COUNTS:
-        table.add_column(name, justify="right")
+    columns = [Column("time (UTC)" if name == "time" else name) for name in names]
+    columns += [Column(name, right=True) for name in COUNTS]
+    cells = []
     for row in rows:
-        groups = [escape(str(row[name])) or "–" for name in names]
         unknown = {"reasoning"} if row["reasoning_unknown"] else set()
-        table.add_row(*groups, *(f"{'≥ ' if name in unknown else ''}{row[name]:,}" for name in COUNTS))
-    console.print(table)
+        counts = (f"{'≥ ' if name in unknown else ''}{row[name]:,}" for name in COUNTS)
+        cells.append([*(escape(str(row[name])) or "–" for name in names), *counts])
+    console.print(fitting_table(columns, cells, console.width))
 
 
 def _described(gap: UsageGap) -> str:

@@ -10,9 +10,8 @@ from urllib.parse import quote
 import httpcore2
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
-from penstock.cli.terminal import escape, fail, stdout
+from penstock.cli.terminal import Column, escape, fail, fitting_table, stdout
 from penstock.configs.flags import Parser
 from penstock.configs.settings import NatsSettings
 from penstock.launch.state import read_state
@@ -98,12 +97,10 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(answer: dict[str, Any], console: Console) -> None:
-    table = Table(box=None, header_style="bold")
-    for column in ("worker", "revision", "update", "state", "last change"):
-        table.add_column(column)
+    columns, rows = [Column(name) for name in ("worker", "revision", "update", "state", "last change")], []
     for each in answer["workers"]:
         state = "asleep" if each["asleep"] else "paused" if each["paused"] else "awake"
         took = f"{each['seconds']:.1f} s" if each["seconds"] else ""
-        table.add_row(escape(each["worker"]), each["revision"], str(each["update"]), state, took)
+        rows.append((escape(each["worker"]), each["revision"], str(each["update"]), state, took))
     console.print(f"{escape(answer['model'])}: revision {answer['revision']}, update {answer['update']}")
-    console.print(table)
+    console.print(fitting_table(columns, rows, console.width))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.figures import counted
-from penstock.cli.terminal import escape
+from penstock.cli.terminal import Column, escape, fitting_table
 from penstock.infra.model.modeldir import ModelError, load_tokenizer, resolve
 from penstock.log_tools.export.recording import RecordedRun
 from penstock.log_tools.replay.comparison import ERROR, OUTCOMES, RECOVERED, SAME, UNANSWERED, Comparison, what_changed
@@ -197,7 +197,7 @@ def show(report: ReplayReport, console: Console) -> None:
     )
     for reason, count in report.skipped.items():
         console.print(f"not run again: {count} {reason}", highlight=False)
-    console.print(_times(report))
+    console.print(_times(report, console.width))
     _routes(report, console)
     if report.logprob_gap is not None:
         console.print(
@@ -212,20 +212,18 @@ def show(report: ReplayReport, console: Console) -> None:
         console.print(f"… and {report.differences - DIFFERENCES} more; --json shows them", highlight=False)
 
 
-def _times(report: ReplayReport) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("ms")
-    for name in ("p50", "p90", "p99", "max", "mean", "count"):
-        table.add_column(name, justify="right")
+def _times(report: ReplayReport, width: int) -> Table:
+    columns = [Column("ms"), *(Column(name, right=True) for name in ("p50", "p90", "p99", "max", "mean", "count"))]
+    rows = []
     for name in ("ttft", "itl", "e2e"):
         for label, measured in (("recorded", report.recorded), ("replayed", report.replayed)):
             series: ReplaySeries | None = getattr(measured, name)
             if series is None:
-                table.add_row(f"{name.upper()} {label}", *(["–"] * 6))
+                rows.append([f"{name.upper()} {label}", *(["–"] * 6)])
                 continue
             values = (series.p50, series.p90, series.p99, series.max, series.mean)
-            table.add_row(f"{name.upper()} {label}", *(f"{value:.2f}" for value in values), str(series.count))
-    return table
+            rows.append([f"{name.upper()} {label}", *(f"{value:.2f}" for value in values), str(series.count)])
+    return fitting_table(columns, rows, width)
 
 
 def _routes(report: ReplayReport, console: Console) -> None:

@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
 from rich.console import Console
 
 from penstock.cli.figures import clock, moment_ns
-from penstock.cli.terminal import escape, print_hanging, stdout
+from penstock.cli.terminal import escape, print_hanging, stdout, write_json
 from penstock.configs.flags import Parser, closest
 from penstock.infra.bus.direct_get import Entry, Readable, format_time, get_last, read, read_backwards
 from penstock.log_tools.requests.describe import Described, describe, plain
@@ -238,7 +237,7 @@ def _print(described: Iterable[tuple[StoredEntry, Described]], options: TailOpti
                 "kind": about.kind,
                 "message": plain(about.content),
             }
-            console.file.write(msgspec.json.encode(line).decode() + "\n")
+            write_json(console, line)
             continue
         where = f"{entry.subject.split('.')[1]}#{entry.seq}"
         where = f"{cell}:{where}" if options.with_cells else where

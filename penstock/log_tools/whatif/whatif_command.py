@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.figures import clock, counted, moment_ns, span
-from penstock.cli.terminal import Column, escape, fitting_table, stdout
+from penstock.cli.terminal import Column, escape, fitting_table, stdout, write_json
 from penstock.configs.flags import Parser
 from penstock.infra.bus.direct_get import Readable, read
 from penstock.log_tools.requests.find_requests import of_entry
@@ -107,7 +107,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         if args.json:
             line = msgspec.to_builtins(decided.report) | {"reasons": msgspec.to_builtins(decided.reasons)}
             line |= {"cell": cell.number} if several else {}
-            console.file.write(msgspec.json.encode(line).decode() + "\n")
+            write_json(console, line)
             continue
         if several:
             console.print(f"[bold]cell {cell.number}[/]", highlight=False)
@@ -207,28 +207,27 @@ def _print(decided: WhatIfReport, console: Console) -> None:
     moved = f"{decided.moved:,} go elsewhere ({decided.moved / decided.usable:.0%})"
     waiting = f", {decided.waiting:,} have no worker left and wait" if decided.waiting else ""
     console.print(f"with the change {moved}{waiting}\n", highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "recorded", "what if", "change"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     was, then = decided.recorded, decided.then
-    table.add_row("prompt tokens from cache", f"{was.cached_share:.1%}", f"{then.cached_share:.1%}",
-                  f"{100 * (then.cached_share - was.cached_share):+.1f} points")  # fmt: skip
+    points = f"{100 * (then.cached_share - was.cached_share):+.1f} points"
+    rows = [("prompt tokens from cache", f"{was.cached_share:.1%}", f"{then.cached_share:.1%}", points)]
     for name in ("p50", "p95"):
-        _row(table, f"tokens ahead of the first one, {name}", *(getattr(each, f"ahead_{name}") for each in (was, then)))
+        ahead = (getattr(each, f"ahead_{name}") for each in (was, then))
+        rows.append(_row(f"tokens ahead of the first one, {name}", *ahead))
     if decided.ms_per_token is not None:
         for name in ("p50", "p95"):
-            values = (_ms(each, name, decided.ms_per_token) for each in (was, then))
-            table.add_row(f"predicted time to first token, {name}", *values, "")
-    table.add_row(
-        "busiest worker / mean", f"{was.balance:.2f}", f"{then.balance:.2f}", f"{then.balance - was.balance:+.2f}"
-    )
-    for worker in sorted(was.by_worker | then.by_worker):
-        before, after = was.by_worker.get(worker, 0), then.by_worker.get(worker, 0)
-        table.add_row(f"requests to {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
-    for worker in sorted(was.decoded_by | then.decoded_by):
-        before, after = was.decoded_by.get(worker, 0), then.decoded_by.get(worker, 0)
-        table.add_row(f"decoded by {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
-    console.print(table)
+            before, after = (_ms(each, name, decided.ms_per_token) for each in (was, then))
+            rows.append((f"predicted time to first token, {name}", before, after, ""))
+    change = f"{then.balance - was.balance:+.2f}"
+    rows.append(("busiest worker / mean", f"{was.balance:.2f}", f"{then.balance:.2f}", change))
+    for does, ours, theirs in (
+        ("requests to", was.by_worker, then.by_worker),
+        ("decoded by", was.decoded_by, then.decoded_by),
+    ):
+        for worker in sorted(ours | theirs):
+            count, other = ours.get(worker, 0), theirs.get(worker, 0)
+            rows.append((f"{does} {worker}", f"{count:,}", f"{other:,}", f"{other - count:+,}"))
+    columns = (Column(""), *(Column(name, right=True) for name in ("recorded", "what if", "change")))
+    console.print(fitting_table(columns, rows, console.width))
 
 
 def _print_reasons(why: DecisionReasons, console: Console) -> None:
@@ -265,9 +264,10 @@ def _sums(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def _row(table: Table, name: str, was: float | None, then: float | None) -> None:
+def _row(name: str, was: float | None, then: float | None) -> tuple[str, str, str, str]:
     change = f"{(then / was - 1):+.0%}" if was and then is not None else ""
-    table.add_row(name, *("-" if value is None else f"{value:,.0f}" for value in (was, then)), change)
+    before, after = ("-" if value is None else f"{value:,.0f}" for value in (was, then))
+    return name, before, after, change
 
 
 def _ms(placement: RequestDistribution, name: str, ms_per_token: float) -> str:

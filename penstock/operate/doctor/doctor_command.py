@@ -23,7 +23,7 @@ import msgspec
 from rich.console import Console
 
 from penstock.cli.figures import counted, show_size
-from penstock.cli.terminal import Column, escape, fail, fitting_table, stdout
+from penstock.cli.terminal import Column, escape, fail, fitting_table, stdout, write_json
 from penstock.configs import logs
 from penstock.configs.flags import Parser
 from penstock.configs.settings import GatewaySettings
@@ -285,7 +285,7 @@ def _examine_engine(args: argparse.Namespace) -> int:
     for finding in trtllm.examine(args.model, {"override_engine_args": args.override_engine_args}, began):
         findings.append(finding)
         if args.json:
-            console.file.write(msgspec.json.encode(finding).decode() + "\n")
+            write_json(console, finding)
     if not args.json:
         _print(findings, console, everything=True)
     return int(any(finding.status is CheckStatus.problem for finding in findings))
@@ -415,7 +415,7 @@ def _report(args: argparse.Namespace, examined: Examined, console: Console) -> i
     findings = examined.findings
     if args.json:
         for finding in findings:
-            console.file.write(msgspec.json.encode(finding).decode() + "\n")
+            write_json(console, finding)
     else:
         _print(findings, console, everything=args.all)
     if args.bundle:
