@@ -12,6 +12,7 @@ from penstock.configs.settings import RouterSettings
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.direct_get import read
 from penstock.infra.bus.publisher import Publisher
+from penstock.infra.bus.tasks import end
 from penstock.infra.metrics.scope import MetricScope
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.router.held.held_requests import HELD_BYTES
@@ -148,8 +149,7 @@ class Stub:
     async def stop(self) -> None:
         """No more renewals; the key stays."""
         if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
+            assert await end([self._renewing])  # once cancelled, it may continue where an answer comes at that moment
             await self._control.unsubscribe()
             self._renewing = None
 
