@@ -146,8 +146,14 @@ $(VENV)/bin/python:
 define install_torch
 @if [ "$$(uname)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && [ -z "$(GPU)" ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
   echo "No NVIDIA GPU here: installing torch's CPU build, from $(TORCH_INDEX) (make TORCH_INDEX= takes pip's own index)"; \
-  $(1) install --retries 0 --timeout 10 --extra-index-url $(TORCH_INDEX) '$(TORCH)'; \
+  $(1) install --no-compile --retries 0 --timeout 10 --extra-index-url $(TORCH_INDEX) '$(TORCH)'; \
 fi
+endef
+
+# What was installed, on all cores: pip compiles on one. Packages have some files that are not Python of this release.
+define compile
+@$(BIN)/python -m compileall -qq -j 0 \
+  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 endef
 
 wheel:  ## a wheel in dist/, to install elsewhere
@@ -157,12 +163,14 @@ wheel:  ## a wheel in dist/, to install elsewhere
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing Penstock with the extra \"$(EXTRA)\" into $(VENV), once. pip shows what it downloads:"
 	$(call install_torch,$(SHOWN_PIP))
-	$(SHOWN_PIP) install -e '.[$(EXTRA)]'
+	$(SHOWN_PIP) install --no-compile -e '.[$(EXTRA)]'
+	$(call compile)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(call install_torch,$(PIP))
-	$(PIP) install -e '.[dev]'
+	$(PIP) install --no-compile -e '.[dev]'
+	$(call compile)
 	@$(BIN)/python -m tests.binaries $(BIN) || true
 	@touch $@ $(VENV)/.installed
 
