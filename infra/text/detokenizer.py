@@ -118,7 +118,7 @@ class Detokenizer:
         Args:
             continues: it comes behind other text, so that the blank in front of its first word is kept.
             marks: tokens that have a text; see ``TextStream.show``.
-            min_tokens: search stop strings only in the text from this token (counted from 1) on.
+            min_tokens: a stop string ends with this token (counted from 1) or a later one.
             stops_shown: the answer ends after the stop string, not before it.
         """
         plain = self.marked_stream(marks, continues=continues)
@@ -261,7 +261,7 @@ class StoppingStream:
         text = self._stream.push(token)
         if self._unsearched:
             self._unsearched -= 1
-            return text
+            return self._matcher.skip(text)
         return self._search(text) if text else ""
 
     def push_all(self, tokens: Sequence[int]) -> list[str]:
@@ -313,8 +313,12 @@ class StopMatcher:
             return "", self._matched
         if not self._first or (not self._held and not self._first.search(text)):
             return text, None
-        text = self._held + text
-        matches = [(at + len(stop), at, stop) for stop in self._strings if (at := text.find(stop)) >= 0]
+        held, text = len(self._held), self._held + text
+        matches = [
+            (at + len(stop), at, stop)
+            for stop in self._strings
+            if (at := text.find(stop, max(held - len(stop) + 1, 0))) >= 0  # what is held may have ended too early
+        ]
         if matches:
             _, at, self._matched = min(matches)
             self._held = ""
@@ -322,6 +326,13 @@ class StopMatcher:
         keep = self._begins_stop(text)
         self._held = text[keep:]
         return text[:keep], None
+
+    def skip(self, text: str) -> str:
+        """Returns the text that is safe to show. Stop strings may begin in this text; those that end in it are none."""
+        text = self._held + text
+        keep = self._begins_stop(text) if self._first is not None else len(text)
+        self._held = text[keep:]
+        return text[:keep]
 
     def flush(self) -> str:
         """The text held back, at the end: it did not become a stop string."""

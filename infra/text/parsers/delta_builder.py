@@ -183,13 +183,15 @@ class DeltaBuilder:
         if self._after_call and text.strip(_SPACE):
             self._end_call()
             self._after_call = False
-        if self._matcher is not None and self.searching:
+        if self._matcher is not None:
             text = self._search(self._matcher, text, layout)
         self._show(text)
 
     def _search(self, matcher: StopMatcher, text: str, layout: bool) -> str:
         """The text that is safe to show. White space at its beginning that is layout, or may be, is not searched."""
         begin = len(text) - len(text.lstrip(_SPACE)) if layout and not matcher.holds else 0
+        if not self.searching:
+            return text[:begin] + matcher.skip(text[begin:])
         safe, self.stop = matcher.push(text[begin:])
         if self.stop is not None and self._stops_shown:
             safe += self.stop

@@ -192,6 +192,25 @@ def test_stop_strings_do_not_count_before_min_tokens() -> None:
     assert "".join(shown(detokenizer, ids, stops=["broker"], min_tokens=first + 2)) == "The broker keeps every "
 
 
+@given(st.text("ab", max_size=16), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1), st.data())
+def test_a_stop_string_may_begin_before_min_tokens_but_not_end(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    """The definition: the first to end in what counts; of several that end there, the longest."""
+    skipped = data.draw(st.integers(0, len(text)))
+    matcher, out, stop = StopMatcher(stops), "", None
+    for at, letter in enumerate(text):
+        if at < skipped:
+            out += matcher.skip(letter)
+        else:
+            safe, stop = matcher.push(letter)
+            out += safe
+    ends = [(end, stop) for end in range(skipped + 1, len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+    end, found = min(ends, key=lambda each: (each[0], -len(each[1])), default=(len(text), ""))
+    assert stop == (found or None)
+    assert out + (matcher.flush() if stop is None else "") == text[: end - len(found)]
+
+
 @examples(50)
 @given(st.integers(0, len(CORPUS) - 50), st.integers(1, 50))
 def test_worker_and_gateway_agree_where_a_stop_string_ends_the_answer(start: int, size: int) -> None:

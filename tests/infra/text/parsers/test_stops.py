@@ -103,3 +103,6 @@ def test_stop_strings_count_from_the_token_that_the_client_names() -> None:
     assert read(reader(parsing, ".", min_tokens=5), tokens)[0] == "b.c"
     assert read(reader(parsing, ".", min_tokens=6), tokens)[0] == "b.c.d"
     assert read(reader(parsing, ".", min_tokens=5, shown=True), tokens)[0] == "b.c."
+    assert read(reader(parsing, ".c", min_tokens=5), tokens)[0] == "b", "it may begin in an earlier one"
+    assert read(reader(parsing, "b.", ".c.", min_tokens=5), tokens)[0] == "b"
+    assert read(reader(parsing, "b.", min_tokens=5), tokens)[0] == "b.c.d."
