@@ -14,12 +14,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
+from penstock.gateway.apis.ollama.bodies import untagged
 from penstock.gateway.base.chat_objects import UsageBody, serving_error
 from penstock.gateway.base.request_bodies import (
     CommonOptions,
@@ -31,7 +32,17 @@ from penstock.gateway.base.request_bodies import (
 )
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
-from penstock.schemas.requests import EMBEDDING, PAIRS, RERANK, SCORE, Embedding, GenerateRequest, Stop
+from penstock.schemas.requests import (
+    EMBEDDING,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    PAIRS,
+    RERANK,
+    SCORE,
+    Embedding,
+    GenerateRequest,
+    Stop,
+)
 from penstock.schemas.tokens import FAILURES, TokenItem
 from penstock.schemas.wire import pack_tokens
 
@@ -70,6 +81,27 @@ class EmbeddingRequest(CommonOptions, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+
+
+class _OllamaOptions(CommonOptions, frozen=True, kw_only=True):
+    options: Annotated[dict[str, Any] | None, Meta(description="ignored: they are of chats")] = None
+    keep_alive: Annotated[Any, Meta(description="ignored: workers keep their model")] = None
+
+
+class OllamaEmbedRequest(_OllamaOptions, frozen=True, kw_only=True):
+    """POST /api/embed, in Ollama's form."""
+
+    input: str | list[str]
+    truncate: Annotated[bool, Meta(description="false: refuse inputs that are too long; default: cut them")] | None = (
+        None
+    )
+    dimensions: Annotated[int, Meta(ge=0, le=1 << 20, description="of shortened vectors; 0: all")] | None = None
+
+
+class OllamaEmbeddingsRequest(_OllamaOptions, frozen=True, kw_only=True):
+    """POST /api/embeddings, Ollama's older form, for one text."""
+
+    prompt: str
 
 
 class Document(Struct, frozen=True):
@@ -199,13 +231,12 @@ def prepare_embedding(
     """
     Args:
         models: of the embed workers, by name.
-        endpoint: EMBEDDING, RERANK or SCORE.
+        endpoint: one of ``BY_EMBED_WORKERS``.
         others: models that are served here and make no vectors, by name, with the paths to ask them at.
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
-    asks = {EMBEDDING: _vectors_asked, RERANK: _ranking_asked, SCORE: _scores_asked}[endpoint]
-    body, name, embedding, tokens = asks(data, models, others)
+    body, name, embedding, tokens = _ASKS[endpoint](data, models, others)
     request = GenerateRequest(
         id=request_id,
         model=name,
@@ -225,7 +256,46 @@ def prepare_embedding(
 
 
 def _vectors_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[str, str]) -> _Asked:
-    body, inputs = parse_embedding(data)
+    return _vectors(*parse_embedding(data), models, others)
+
+
+_decode_ollama = msgspec.json.Decoder(OllamaEmbedRequest).decode
+_decode_ollama_one = msgspec.json.Decoder(OllamaEmbeddingsRequest).decode
+
+
+def _ollama_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[str, str]) -> _Asked:
+    body: OllamaEmbedRequest = decode_body(_decode_ollama, data)
+    cut = None if body.truncate is False else -1
+    return _ollama_vectors(body, body.input, body.dimensions or None, cut, models, others)
+
+
+def _ollama_text_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[str, str]) -> _Asked:
+    body: OllamaEmbeddingsRequest = decode_body(_decode_ollama_one, data)
+    if not body.prompt:
+        raise invalid("prompt", "prompt is empty")
+    return _ollama_vectors(body, body.prompt, None, -1, models, others)
+
+
+def _ollama_vectors(
+    body: _OllamaOptions,
+    given: str | list[str],
+    dimensions: int | None,
+    cut: int | None,
+    models: Mapping[str, Embedder],
+    others: Mapping[str, str],
+) -> _Asked:
+    shared: dict[str, Any] = {name: getattr(body, name) for name in CommonOptions.__struct_fields__}
+    shared["model"] = untagged(body.model or "", {*models, *others})
+    texts: list[str | int | list[int]] = [given] if isinstance(given, str) else [*given]
+    asked = EmbeddingRequest(input=texts, dimensions=dimensions, truncate_prompt_tokens=cut, **shared)
+    if asked.stream:
+        raise unsupported("stream", "embeddings are not streamed: leave stream out")
+    return _vectors(asked, _inputs(texts), models, others)
+
+
+def _vectors(
+    body: EmbeddingRequest, inputs: Inputs, models: Mapping[str, Embedder], others: Mapping[str, str]
+) -> _Asked:
     name, model = _find_model(body.model, models, others, scores=False)
     dimensions = _dimensions(body, model)
     if (floats := len(inputs) * dimensions) > MAX_FLOATS:
@@ -280,6 +350,15 @@ def _scores_asked(data: bytes, models: Mapping[str, Embedder], others: Mapping[s
     cut = body.truncate_prompt_tokens
     longest = 0 if cut is None else _longest(cut, model)
     return _Asked(body, name, Embedding(1, texts, truncate=longest, prompt=PAIRS, queries=queries))
+
+
+_ASKS = {
+    EMBEDDING: _vectors_asked,
+    OLLAMA_EMBED: _ollama_asked,
+    OLLAMA_EMBEDDINGS: _ollama_text_asked,
+    RERANK: _ranking_asked,
+    SCORE: _scores_asked,
+}
 
 
 def _side(name: str, given: str | list[str] | None, other: str, also: str | list[str] | None) -> tuple[str, ...]:
@@ -431,6 +510,20 @@ class EmbeddingResponse(Struct, frozen=True):
     object: str = "list"
 
 
+class OllamaEmbedResponse(Struct, frozen=True):
+    """Response of POST /api/embed. ``embeddings``: in the order of the inputs."""
+
+    model: str
+    embeddings: list[list[float]]
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsResponse(Struct, frozen=True):
+    """Response of POST /api/embeddings."""
+
+    embedding: list[float]
+
+
 class RankedDocument(Struct, frozen=True, omit_defaults=True):
     """``index``: of the document in the body."""
 
@@ -552,16 +645,24 @@ class EmbeddingAggregator:
 
     def _parts(self, width: int) -> Iterator[bytes]:
         request = self.request
-        yield b'{"object":"list","id":%b,"created":%d,"model":%b,"data":[' % (
-            _json(request.id),
-            request.created_ns // 1_000_000_000,
-            _json(request.model),
-        )
-        for index, at in enumerate(range(FLOAT_BYTES, len(self._received), width)):
-            vector = _json(self._vector(bytes(self._received[at : at + width])))
-            comma = b"," if index else b""
-            yield b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, vector)
-        yield b'],"usage":%b}' % _json(self._total())
+        places = range(FLOAT_BYTES, len(self._received), width)
+        vectors = (_json(self._vector(bytes(self._received[at : at + width]))) for at in places)
+        if request.endpoint == OLLAMA_EMBEDDINGS:
+            yield b'{"embedding":%b}' % next(vectors)
+        elif request.endpoint == OLLAMA_EMBED:
+            yield b'{"model":%b,"embeddings":[' % _json(request.model)
+            yield from (b",%b" % vector if index else vector for index, vector in enumerate(vectors))
+            yield b'],"prompt_eval_count":%d}' % self._total().prompt_tokens
+        else:
+            yield b'{"object":"list","id":%b,"created":%d,"model":%b,"data":[' % (
+                _json(request.id),
+                request.created_ns // 1_000_000_000,
+                _json(request.model),
+            )
+            for index, vector in enumerate(vectors):
+                comma = b"," if index else b""
+                yield b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, vector)
+            yield b'],"usage":%b}' % _json(self._total())
 
     def _vector(self, packed: bytes) -> list[float] | str:
         if self._embedding.base64:

@@ -14,7 +14,14 @@ from penstock.gateway.apis.chat.aggregator import AnswerAggregator
 from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, CompletionRequest
 from penstock.gateway.apis.chat.segments import EndedNs, SegmentedAnswer, SegmentRenderer, WholeAnswer, unknown
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
-from penstock.gateway.apis.embeddings import EmbeddingAggregator, EmbeddingRequest, RerankRequest, ScoreRequest
+from penstock.gateway.apis.embeddings import (
+    EmbeddingAggregator,
+    EmbeddingRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from penstock.gateway.apis.images import IMAGE, VIDEO, ImageGenerationRequest, VideoGenerationRequest
 from penstock.gateway.apis.messages import bodies as messages
 from penstock.gateway.apis.messages.bodies import MessagesRequest
@@ -45,7 +52,15 @@ from penstock.gateway.base.request_bodies import (
 )
 from penstock.infra.text.detokenizer import Detokenizer
 from penstock.schemas.errors import ServingError
-from penstock.schemas.requests import CONSTRAINT_LARK, EMBEDDING, RERANK, SCORE, GenerateRequest
+from penstock.schemas.requests import (
+    CONSTRAINT_LARK,
+    EMBEDDING,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    RERANK,
+    SCORE,
+    GenerateRequest,
+)
 from penstock.schemas.tokens import TokenItem
 
 # Clients send these to describe a request; they change no answer.
@@ -71,6 +86,8 @@ _BODY_TYPES: dict[str, type[msgspec.Struct]] = {
     OLLAMA_CHAT: OllamaChatRequest,
     OLLAMA_GENERATE: OllamaGenerateRequest,
     EMBEDDING: EmbeddingRequest,
+    OLLAMA_EMBED: OllamaEmbedRequest,
+    OLLAMA_EMBEDDINGS: OllamaEmbeddingsRequest,
     RERANK: RerankRequest,
     SCORE: ScoreRequest,
     IMAGE: ImageGenerationRequest,

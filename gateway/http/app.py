@@ -69,7 +69,15 @@ from penstock.gateway.service.gateway import Gateway
 from penstock.gateway.service.text_model import TextModel
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder, LoraAdapter
-from penstock.schemas.requests import EMBEDDING, RERANK, SCORE, new_request_id, request_of_answer
+from penstock.schemas.requests import (
+    EMBEDDING,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    RERANK,
+    SCORE,
+    new_request_id,
+    request_of_answer,
+)
 
 log = structlog.get_logger("gateway")
 
@@ -163,6 +171,10 @@ def _answering(gateway: Gateway) -> dict[str, asgi.App]:
         **{
             path: GenerationEndpoint(gateway, kind, answer_text, send_ollama_error, partial(answer_load, kind))
             for kind, path in ((OLLAMA_CHAT, "/api/chat"), (OLLAMA_GENERATE, "/api/generate"))
+        },
+        **{
+            path: GenerationEndpoint(gateway, kind, answer_text, send_ollama_error)
+            for kind, path in ((OLLAMA_EMBED, "/api/embed"), (OLLAMA_EMBEDDINGS, "/api/embeddings"))
         },
         "/api/show": JsonEndpoint(gateway, OllamaModels(gateway).show, send_ollama_error),
         EMBEDDINGS_PATH: GenerationEndpoint(gateway, EMBEDDING, answer_text),
@@ -524,13 +536,11 @@ _NO_ADMINISTRATION = "Keys and tenants are managed with `penstock keys` and `pen
 _MODELS_ARE_WORKERS = "A model is served as long as a worker runs it: penstock up --model MODEL."
 # What other servers have, by the path without /v1, and what to do here. Of several beginnings, the longest counts.
 ELSEWHERE = {
-    "api": "Of Ollama's API, chat, generate, show, tags, ps and version are served.",
+    "api": "Of Ollama's API, chat, generate, embed, embeddings, show, tags, ps and version are served.",
     "api/blobs": _MODELS_ARE_WORKERS,
     "api/copy": "A model has several names with --served-model-name.",
     "api/create": _MODELS_ARE_WORKERS,
     "api/delete": _MODELS_ARE_WORKERS,
-    "api/embed": "Use POST /v1/embeddings.",
-    "api/embeddings": "Use POST /v1/embeddings.",
     "api/pull": _MODELS_ARE_WORKERS,
     "api/push": _MODELS_ARE_WORKERS,
     "assistants": _NO_ASSISTANTS,

@@ -24,7 +24,7 @@ from penstock.gateway.base.request_bodies import OLLAMA_CHAT, OLLAMA_GENERATE
 from penstock.infra.constraints import constraint_grammar
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
-from penstock.schemas.requests import EMBEDDING, RERANK, SCORE
+from penstock.schemas.requests import EMBEDDING, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, RERANK, SCORE
 from tests.gateway.answers import CONTEXT, NOW
 
 JUNK: tuple[Any, ...] = (
@@ -215,6 +215,11 @@ EMBEDDINGS: list[dict[str, Any]] = [
     {"model": "tiny", "input": [[1, 2], [3]], "encoding_format": "float", "timeout_s": 5},
 ]
 
+OLLAMA_TEXTS: list[dict[str, Any]] = [
+    {"model": "tiny", "input": ["hi", "there"], "truncate": False, "dimensions": 8, "priority": "batch"},
+    {"model": "tiny:latest", "input": ["hi"], "user": "u", "timeout_s": 5, "worker": "w1", "service_tier": "flex"},
+]
+
 _CONTEXT = CONTEXT._replace(names=("tiny",))
 
 
@@ -232,7 +237,7 @@ def _compaction(data: bytes) -> None:
 
 
 def _embedding(data: bytes, endpoint: str = EMBEDDING) -> None:
-    models = {"tiny": Embedder(64, max_tokens=100, vocab_size=1000, scores=endpoint != EMBEDDING)}
+    models = {"tiny": Embedder(64, max_tokens=100, vocab_size=1000, scores=endpoint in (RERANK, SCORE))}
     prepare_embedding(data, models, endpoint=endpoint, gateway="g", default_deadline_s=60, now_ns=NOW, request_id="r")
 
 
@@ -270,6 +275,11 @@ ROUTES: dict[str, tuple[list[dict[str, Any]], Callable[[bytes], object]]] = {
     "/v1/messages": (MESSAGES, lambda data: prepare_message(data, _CONTEXT, now_ns=NOW, request_id="r")),
     "/v1/messages/count_tokens": (MESSAGES, lambda data: count_message(data, _CONTEXT)),
     "/api/chat": (OLLAMA_CHATS, lambda data: _ollama(OLLAMA_CHAT, data)),
+    "/api/embed": (OLLAMA_TEXTS, lambda data: _embedding(data, OLLAMA_EMBED)),
+    "/api/embeddings": (
+        [{"model": "tiny", "prompt": "hi", "timeout_s": 5, "worker": "w1", "priority": "batch"}],
+        lambda data: _embedding(data, OLLAMA_EMBEDDINGS),
+    ),
     "/api/generate": (OLLAMA_PROMPTS, lambda data: _ollama(OLLAMA_GENERATE, data)),
 }
 

@@ -36,6 +36,8 @@ POLICIES = {
     "GET /tokenizer_info": "key",
     "POST /api/chat": "key",
     "POST /api/generate": "key",
+    "POST /api/embed": "key",
+    "POST /api/embeddings": "key",
     "POST /api/show": "key",
     "GET /api/tags": "key",
     "GET /api/ps": "key",

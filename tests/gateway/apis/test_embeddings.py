@@ -9,7 +9,16 @@ from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.embeddings import MAX_FLOATS, MAX_INPUTS, MAX_TOKENS, prepare_embedding
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Embedder
-from penstock.schemas.requests import EMBEDDING, PAIRS, RERANK, SCORE, Embedding, decode
+from penstock.schemas.requests import (
+    EMBEDDING,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    PAIRS,
+    RERANK,
+    SCORE,
+    Embedding,
+    decode,
+)
 from penstock.schemas.wire import encode, unpack_tokens
 
 MODELS = {
@@ -106,6 +115,47 @@ def test_what_cannot_be_embedded_is_refused_with_the_field_and_the_limit(
         prepared(**body)
     assert refused.value.param == field
     assert refused.value.code.status == 400
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "texts", "cut", "dimensions"),
+    [
+        (OLLAMA_EMBED, {"input": "a"}, ("a",), 512, 768),
+        (OLLAMA_EMBED, {"input": ["a", "b"], "truncate": False, "dimensions": 128}, ("a", "b"), 0, 128),
+        (OLLAMA_EMBED, {"input": ["a"], "truncate": True, "dimensions": 0, "keep_alive": -1}, ("a",), 512, 768),
+        (OLLAMA_EMBEDDINGS, {"prompt": "a", "options": {"num_ctx": 64}}, ("a",), 512, 768),
+    ],
+)
+def test_ollamas_clients_get_vectors_of_texts_which_are_cut_unless_they_refuse(
+    endpoint: str, body: dict[str, Any], texts: tuple[str, ...], cut: int, dimensions: int
+) -> None:
+    for model in ("nested", "nested:latest"):
+        request = asked(endpoint, model, **body).request
+        assert request.embedding is not None
+        found = request.embedding
+        assert (found.texts, found.truncate, found.dimensions) == (texts, cut, dimensions)
+        assert (request.model, request.endpoint, request.output) == ("nested", endpoint, EMBEDDING)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "field"),
+    [
+        (OLLAMA_EMBED, {"input": []}, "input"),
+        (OLLAMA_EMBED, {"input": ["a", ""]}, "input"),
+        (OLLAMA_EMBED, {"input": [[1]]}, "input[0]"),
+        (OLLAMA_EMBED, {"input": "a", "stream": True}, "stream"),
+        (OLLAMA_EMBED, {"input": "a", "dimensions": 769}, "dimensions"),
+        (OLLAMA_EMBEDDINGS, {"prompt": ""}, "prompt"),
+        (OLLAMA_EMBEDDINGS, {"input": "a"}, "prompt"),
+        (OLLAMA_EMBEDDINGS, {"prompt": "a", "model": "talker"}, "model"),
+    ],
+)
+def test_what_ollamas_clients_cannot_have_is_refused_with_their_name_of_the_field(
+    endpoint: str, body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ServingError) as refused:
+        asked(endpoint, **{"model": "nested"} | body)
+    assert refused.value.param == field
 
 
 def test_a_model_that_generates_is_distinguished_from_one_that_is_not_served() -> None:

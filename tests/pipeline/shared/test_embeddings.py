@@ -71,6 +71,22 @@ async def test_the_stock_client_gets_vectors_in_the_order_of_its_inputs(
     assert sum(value * value for value in plain.data[0].embedding) == pytest.approx(1)
 
 
+async def test_ollamas_clients_get_the_same_vectors(served: httpx.AsyncClient) -> None:
+    texts = ["hello there", "goodbye"]
+    known = (await served.post(PATH, json={"model": "vec", "input": texts})).json()
+    vectors = [each["embedding"] for each in known["data"]]
+    answer = await served.post("/api/embed", json={"model": "vec:latest", "input": texts, "keep_alive": "5m"})
+    tokens = known["usage"]["prompt_tokens"]
+    assert answer.json() == {"model": "vec", "embeddings": vectors, "prompt_eval_count": tokens}
+    assert "x-penstock-ignored-options" not in answer.headers
+    one = await served.post("/api/embeddings", json={"model": "vec", "prompt": texts[1]})
+    assert one.json() == {"embedding": vectors[1]}
+    record = (await served.get("/v1/requests/" + answer.headers["x-request-id"])).json()
+    assert (record["state"], record["result"]) == ("done", answer.json())
+    wrong = await served.post("/api/embed", json={"model": "tiny", "input": "x"})
+    assert (wrong.status_code, set(wrong.json())) == (400, {"error"})
+
+
 async def test_the_lines_of_a_batch_may_ask_for_vectors_and_are_counted_once(
     served: httpx.AsyncClient, aclient: openai.AsyncOpenAI, bus: Bus
 ) -> None:

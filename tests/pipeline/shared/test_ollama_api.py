@@ -75,7 +75,8 @@ async def test_errors_have_ollamas_form(http: httpx.AsyncClient) -> None:
         (404, "/api/show", {"model": "nobody"}, "nobody"),
         (400, "/api/show", {}, "model"),
         (404, "/api/pull", {"model": "x"}, "penstock up --model"),
-        (404, "/api/embed", {"model": "x"}, "/v1/embeddings"),
+        (404, "/api/embed", {"model": "nobody", "input": "x"}, "nobody"),
+        (400, "/api/embeddings", {"model": "tiny"}, "prompt"),
     ):
         answer = await http.post(path, json=body)
         assert (answer.status_code, set(answer.json())) == (status, {"error"}), path
