@@ -33,7 +33,6 @@ Code that was written for another server meets these here:
 - vLLM's `return_token_ids`, `return_tokens_as_token_ids`, `include_reasoning`, `continuous_usage_stats`, and SGLang's
   `separate_reasoning`, are served; `echo` can be streamed.
 - Idle streams have comments, which clients of server-sent events ignore. Those of Ollama's API have lines without text.
-- Programs that speak Ollama's API alone get the gateway's address without `/v1` ([HTTP API](http.md#ollama)).
 """
 _AGENTS = """
 ## Coding agents
