@@ -175,13 +175,28 @@ def decode_body(decode: Any, data: bytes) -> Any:
         ServingError: invalid_request: not JSON in UTF-8, or a field of another type or beyond its limit.
     """
     try:
-        return decode_json(decode, data)
+        try:
+            return decode_json(decode, data)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            return decode(_with_whole_numbers(data))
     except msgspec.ValidationError as error:
         raise _violation(str(error)) from None
     except RecursionError:
         raise invalid(None, "the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(None, f"the body is not valid JSON in UTF-8: {error}"[:_LONGEST]) from None
+
+
+def _with_whole_numbers(data: bytes) -> bytes:
+    """A body whose options are 2 where they were 2.0, as clients write it whose language has one kind of numbers."""
+    body = decode_json(msgspec.json.decode, data)
+    for options in (body, body.get("options")) if isinstance(body, dict) else ():
+        if isinstance(options, dict):
+            found = [(name, n) for name, n in options.items() if isinstance(n, float) and abs(n) < 1 << 53]
+            options.update((name, int(n)) for name, n in found if n.is_integer())
+    return msgspec.json.encode(body)
 
 
 def _violation(text: str) -> ServingError:

@@ -36,3 +36,21 @@ def well_formed(text: str) -> str:
 def test_what_is_no_json_besides_is_refused(body: bytes) -> None:
     with pytest.raises(ServingError):
         decode_body(decode, body)
+
+
+class Options(msgspec.Struct):
+    n: int | None = None
+    top_p: float = 1.0
+    options: dict[str, int] = {}
+
+
+def test_a_whole_number_may_be_written_as_a_float() -> None:
+    options = msgspec.json.Decoder(Options).decode
+    assert decode_body(options, b'{"n": 2.0, "top_p": 0.5, "options": {"num_predict": -1.0}}') == Options(
+        2, 0.5, {"num_predict": -1}
+    )
+    assert decode_body(options, b'{"n": 3e2, "top_p": 1.0}') == Options(300)
+    for body in (b'{"n": 2.5}', b'{"n": 1e300}', b'{"n": "2.0"}', b'{"n": [2.0]}', b"[2.0]", b"2.0"):
+        with pytest.raises(ServingError) as refused:
+            decode_body(options, body)
+        assert refused.value.param in ("n", None)
