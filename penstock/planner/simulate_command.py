@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 from rich.table import Table
 
-from penstock.cli.terminal import fail, stdout
+from penstock.cli.terminal import Column, fail, fitting_table, stdout
 from penstock.configs.flags import BadSettings
 from penstock.configs.planner_settings import BadRules, RuleSettings, rules_of
 from penstock.measure.plots import PlotsMissing, drawn
@@ -158,7 +158,8 @@ def run(settings: PlanSimulationSettings) -> int:
     for each in _runs(settings, engines, trace, counts, rules, sizes):
         found.append(each)
         print(f"{len(found)} of {len(rules) + len(sizes)}: {each.outcome.name}", file=sys.stderr)
-    stdout().print(table([each.outcome for each in found]))
+    console = stdout()
+    console.print(table([each.outcome for each in found], console.width))
     if settings.json:
         data = {"settings": settings, "runs": [{"outcome": each.outcome, "steps": _steps(each)} for each in found]}
         Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
@@ -200,15 +201,20 @@ def fixed_of(text: str, counts: dict[Role, int]) -> dict[Role, int]:
     return dict(zip(counts, map(int, parts), strict=True))
 
 
-def table(outcomes: list[PolicyOutcome]) -> Table:
+# In narrow terminals, those with high numbers are left out.
+_COLUMNS = (
+    *(Column("fleet"), Column("requests", 3, right=True), Column("within both", right=True)),
+    *(Column("TTFT kept", 2, right=True), Column("ITL kept", 2, right=True), Column("TTFT p50", 5, right=True)),
+    *(Column("p95 ms", 4, right=True), Column("ITL p50", 5, right=True), Column("p95 ms", 4, right=True)),
+    *(Column("GPU-hours", right=True), Column("mean GPUs", 6, right=True), Column("peak", 1, right=True)),
+    Column("starts", 7, right=True),
+)
+
+
+def table(outcomes: list[PolicyOutcome], width: int) -> Table:
     """A row a fleet."""
-    drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("fleet")
-    headings = ("requests", "within both", "TTFT kept", "ITL kept", "TTFT p50", "p95 ms", "ITL p50", "p95 ms")
-    for heading in (*headings, "GPU-hours", "mean GPUs", "peak", "starts"):
-        drawn.add_column(heading, justify="right")
-    for each in outcomes:
-        drawn.add_row(
+    rows = [
+        (
             each.name,
             f"{each.requests:,}" + (f" ({each.unserved} not served)" if each.unserved else ""),
             f"{each.attained:.1%}",
@@ -223,7 +229,9 @@ def table(outcomes: list[PolicyOutcome]) -> Table:
             str(each.peak_gpus),
             str(each.starts),
         )
-    return drawn
+        for each in outcomes
+    ]
+    return fitting_table(_COLUMNS, rows, width)
 
 
 def _trace(settings: PlanSimulationSettings) -> RequestTrace:

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
+from penstock.cli.terminal import Column, fitting_table
 from penstock.infra.engine_args.memory_estimate import Shape
 from penstock.measure.pareto.records import Prices, cost, gpu_of
 from penstock.measure.profile.data import BadProfile, DecodeSurface, Profile, load, mock_profile, ttft_at
@@ -226,21 +227,29 @@ def _kept(sizes: list[SizedDeployment], scope: Scope) -> SizedDeployment | None:
 
 
 def table(
-    found: Sequence[SizedDeployment], sla: Sla, *, limited: str, rate: float, gpu: str, prices: Prices | None
+    found: Sequence[SizedDeployment],
+    sla: Sla,
+    width: int,
+    *,
+    limited: str,
+    rate: float,
+    gpu: str,
+    prices: Prices | None,
 ) -> Table:
     """A row a deployment, the best first.
 
     Args:
+        width: of the terminal.
         limited: "mean", or a percentile.
         rate: requests per second that are served; 0: as many as each can.
         gpu: kind of GPU, for the prices.
     """
-    drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("deployment")
     what = "" if limited == "mean" else f" {limited}"
     headings = ["GPUs", f"TTFT{what} ms", f"ITL{what} ms", "at once", "req/s", "req/s per GPU"]
-    for heading in (*headings, *([f"{prices.currency} per 10⁶ tokens"] if prices else [])):
-        drawn.add_column(heading, justify="right")
+    headings += [f"{prices.currency} per 10⁶ tokens"] if prices else []
+    leaves = {"at once": 2, "req/s": 1}
+    columns = [Column("deployment"), *(Column(each, leaves.get(each, 0), right=True) for each in headings)]
+    rows = []
     for each in found:
         served = min(rate, each.requests_per_s) if rate else each.requests_per_s
         row = [
@@ -255,8 +264,8 @@ def table(
         if prices:
             tokens = served * sla.osl / each.gpus
             row.append(f"{cost(prices, gpu_of(prices, gpu), tokens).total:.3f}")
-        drawn.add_row(*row)
-    return drawn
+        rows.append(row)
+    return fitting_table(columns, rows, width)
 
 
 def lines(best: SizedDeployment, sla: Sla, basis: str, utilization: float, limited: str) -> list[str]:

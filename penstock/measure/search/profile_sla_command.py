@@ -267,7 +267,8 @@ def _print_found(
         for pools in {1, 2} - {len(each.pools) for each in shown}:
             shown += [each for each in found if len(each.pools) == pools][:1]
         limited = settings.percentile
-        console.print(table(shown, sla, limited=limited, rate=settings.rate, gpu=settings.gpu, prices=prices))
+        width, rate, gpu = console.width, settings.rate, settings.gpu
+        console.print(table(shown, sla, width, limited=limited, rate=rate, gpu=gpu, prices=prices))
         more = len(found) - len(shown)
         if more > 0:
             print(f"and {more} more (--show)")
