@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from rich.console import Console
-from rich.table import Table
 
 from penstock.cli.figures import duration_ns
-from penstock.cli.terminal import escape, stdout, write_json
+from penstock.cli.terminal import Column, escape, fitting_table, stdout, write_json
 from penstock.configs.flags import Parser, add_broker_flags, or_none, whole_number
 from penstock.infra.bus.audit import person
 from penstock.infra.bus.connection import Bus
@@ -246,6 +245,14 @@ async def _keys(args: argparse.Namespace, *, whole: bool = False) -> list[ApiKey
         return await key_store.all_keys(bus, _unreadable, whole=whole)
 
 
+# In narrow terminals, those with high numbers are left out.
+_COLUMNS = (
+    *(Column("key"), Column("tenant"), Column("models", 2), Column("rpm", 4, right=True), Column("tpm", 4, right=True)),
+    *(Column("monthly", 5, right=True), Column("at a time", 6, right=True), Column("priority", 3), Column("expires")),
+    *(Column("state"), Column("about", 1)),
+)
+
+
 async def _list(args: argparse.Namespace, console: Console) -> None:
     now_ns = time.time_ns()
     keys = [key for key in await _keys(args) if args.all or key_store.state(key, now_ns) == "valid"]
@@ -256,12 +263,8 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
     if not keys:
         console.print("there are no keys" if args.all else "there are no valid keys; --all also shows others")
         return
-    table = Table(box=None, pad_edge=False)
-    numbers = ("rpm", "tpm", "monthly", "at a time")
-    for name in ("key", "tenant", "models", *numbers, "priority", "expires", "state", "about"):
-        table.add_column(name, justify="right" if name in numbers else "left")
-    for key in keys:
-        table.add_row(
+    rows = [
+        (
             key.prefix,
             key.tenant + (" (operator)" if key.operator else ""),
             escape(",".join(key.models) or "all"),
@@ -274,7 +277,9 @@ async def _list(args: argparse.Namespace, console: Console) -> None:
             key_store.state(key, now_ns),
             escape(key.about),
         )
-    console.print(table)
+        for key in keys
+    ]
+    console.print(fitting_table(_COLUMNS, rows, console.width))
 
 
 async def _show(args: argparse.Namespace, console: Console) -> None:
