@@ -320,7 +320,7 @@ class Deployment:
         Raises:
             PlanError: an engine is not installed, or cannot load its model.
         """
-        check_startable(self._fleet.groups, self._board.print)
+        check_startable(self._fleet.groups, self._board.print, self.settings.speculative_model)
 
     async def run(self) -> int:
         """Start, wait for a signal, stop in order.

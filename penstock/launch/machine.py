@@ -33,7 +33,7 @@ _PACKAGES = {
 _NIXL = ("nixl_cu12", "nixl_cu13")
 
 
-def check_startable(groups: Iterable[WorkerGroup], say: Callable[[str], None]) -> None:
+def check_startable(groups: Iterable[WorkerGroup], say: Callable[[str], None], draft: str = "") -> None:
     """Find out what would end a worker at its start: before a broker is started and a data folder is made.
 
     Models of the Hugging Face hub are fetched, so that a download is seen, and is none of the time that starting may
@@ -41,6 +41,7 @@ def check_startable(groups: Iterable[WorkerGroup], say: Callable[[str], None]) -
 
     Args:
         say: prints a line, before a download.
+        draft: ``--speculative-model`` of groups that have none of their own.
     Raises:
         PlanError: an engine is not installed, or a model is not there or cannot be loaded by it.
     """
@@ -56,19 +57,27 @@ def check_startable(groups: Iterable[WorkerGroup], say: Callable[[str], None]) -
             raise PlanError(f"--{group.role}: KV moves between workers by NIXL: pip install 'penstock[native]'")
         if group.role != "diffusion":
             _check_model(group, say)
+        proposes = str(group.settings.get("speculative_model", draft))
+        if group.engine == "native" and group.role in ("aggregated", "decode") and proposes not in ("", "ngram"):
+            _resolved("--speculative-model", proposes, True, say)
 
 
 def _check_model(group: WorkerGroup, say: Callable[[str], None]) -> None:
-    model, engine = str(group.settings["model"]), group.engine
+    engine = group.engine
+    path = _resolved("--model", str(group.settings["model"]), engine not in ("mock", "openai"), say)
+    if engine not in ("mock", "openai") and (reason := servable.problem(path, engine)):
+        raise PlanError(f"--model: {reason}")
+
+
+def _resolved(flag: str, model: str, weights: bool, say: Callable[[str], None]) -> Path:
     try:
         if modeldir.on_hub(model):
             say(f"Fetching {model} from the Hugging Face hub, unless its cache here has it")
-        path = modeldir.resolve(model, weights=engine not in ("mock", "openai"))
+        path = modeldir.resolve(model, weights=weights)
         modeldir.read_json(path / "config.json", needed=not is_mistral_format(path))
     except modeldir.ModelError as error:
-        raise PlanError(f"--model: {error}") from None
-    if engine not in ("mock", "openai") and (reason := servable.problem(path, engine)):
-        raise PlanError(f"--model: {reason}")
+        raise PlanError(f"{flag}: {error}") from None
+    return path
 
 
 def check_named(named: Sequence[str], groups: Sequence[WorkerGroup], devices: Path = Path("/dev")) -> None:

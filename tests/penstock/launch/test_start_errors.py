@@ -129,6 +129,7 @@ def test_an_unknown_host(tmp_path: Path) -> None:
             ("--model", "no/such/folder"),
             "model 'no/such/folder' is not a directory; name a directory",
         ),
+        (("--speculative-model", "no/such/folder"), "--speculative-model: model 'no/such/folder' is not a directory"),
         (("--model", "{empty}"), "{empty}/config.json is missing; is {empty} a model directory?"),
         (
             ("--engine", "trtllm", "--gpus", "none"),
