@@ -156,7 +156,8 @@ class Certificate:
             what = "they do not belong together" if "MISMATCH" in str(error) else error.reason or str(error)
             raise BadCertificate(f"--tls-cert {self._cert}, --tls-key {self._key}: {what}; give PEM files") from None
         except (OSError, ValueError) as error:
-            raise BadCertificate(f"--tls-cert {self._cert}, --tls-key {self._key}: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise BadCertificate(f"--tls-cert {self._cert}, --tls-key {self._key}: {reason}") from None
         return context
 
     def _check_dates(self) -> None:

@@ -275,4 +275,5 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableTemplate(f"chat template {file} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UnreadableTemplate(f"chat template {file} cannot be read: {reason}") from error

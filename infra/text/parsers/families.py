@@ -192,7 +192,7 @@ def read_rows(path: Path) -> tuple[Family, ...]:
         for row in rows:
             _check(row)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.MsgspecError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     return rows
 
 

@@ -169,7 +169,7 @@ def test_files_that_cannot_be_used_are_refused_at_start(tmp_path: Path, made: di
     wrong: list[tuple[Any, Any, str]] = [
         (first[0], second[1], "do not belong together"),
         (first[0], encrypted, "without a password"),
-        (tmp_path / "absent", first[1], "No such file"),
+        (tmp_path / "absent", first[1], ": No such file"),
         (nothing, first[1], "PEM"),
     ]
     for cert, key, why in wrong:

@@ -192,7 +192,7 @@ def test_an_override_that_cannot_render_is_refused_at_start(tmp_path: Path, sour
 
 
 def test_an_override_that_is_missing_is_refused_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"gone\.jinja cannot be read"):
+    with pytest.raises(ModelError, match=r"gone\.jinja cannot be read: No such file"):
         load(write(tmp_path), chat_template=str(tmp_path / "gone.jinja"))
 
 
