@@ -272,6 +272,15 @@ MARKUP = [
          "<arg_key>n</arg_key><arg_value>[1, 2]</arg_value></tool_call><tool_call>now\n</tool_call>", "Ok.", "Hm.",
          (("write", '{"path": " a\\n", "n": [1, 2]}'), ("now", "{}")), {"texts": TEXTS}),
     Case("", "glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),
+    Case("solar_open2", "solar_open2",
+         "<|think:start|>Hm.<|think:end|>Ok.<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>42"
+         "<|tool_arg:end|>\n<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n"
+         "<|tool_call:start|>now\n<|tool_call:end|>", "Ok.", "Hm.",
+         (("get_weather", '{"city": "42", "days": 3}'), ("now", "{}")), {"texts": TEXTS}),
+    Case("solar_open2", "solar_open2",  # a call before the thoughts end
+         "<|think:start|>Hm.<|tool_call:start|>write\n<|tool_arg:start|>path<|tool_arg:value|>a\n<|tool_arg:end|>\n"
+         "<|tool_arg:start|>n<|tool_arg:value|>[1]<|tool_arg:end|>\n<|tool_call:end|>", None, "Hm.",
+         (("write", '{"path": "a\\n", "n": [1]}'),), {"texts": TEXTS}),
     Case("", "mimo", "<tool_call>\n<function=write>\n<parameter=text>\n a\n</parameter>\n<parameter=n>1</parameter>\n"
          "</function>\n</tool_call>", None,
          calls=(("write", '{"text": "\\n a\\n", "n": 1}'),), options={"texts": TEXTS}),
