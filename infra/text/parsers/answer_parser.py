@@ -1,5 +1,6 @@
 """Parses the text of one choice as it is generated."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -332,7 +333,7 @@ def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat, parsing:
         content = form.content or ContentMarks()
         again = tags.again and not parsing.joined if tags is not None else False
         if tags is not None and again:
-            content = ContentMarks(content.frame, (*content.layout, *tags.closing), tags.opening)
+            content = dataclasses.replace(content, layout=(*content.layout, *tags.closing), thoughts=tags.opening)
         while (yield from read_content(reader, deltas, form.tools, offered, marks=content, begun=in_content)):
             assert tags is not None
             in_content = True

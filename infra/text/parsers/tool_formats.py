@@ -51,6 +51,9 @@ class ToolFormat:
     starts: str = ""
 
 
+LONGEST_NAME = 256  # characters, as requests may have them
+
+
 @dataclass(frozen=True)
 class ContentMarks:
     """Marks around the content, and in it, that are no part of it.
@@ -59,11 +62,13 @@ class ContentMarks:
         frame: at its two ends.
         layout: wherever they stand.
         thoughts: after these, there is no content but reasoning.
+        header: of these, one behind which a name stands before a call; "": none.
     """
 
     frame: tuple[str, str] = ("", "")
     layout: tuple[str, ...] = ()
     thoughts: tuple[str, ...] = ()
+    header: str = ""
 
 
 def parse_name(text: str) -> str:
@@ -142,7 +147,13 @@ def read_content(
     openers = tools.openers if tools is not None else ()
     dropped = (*marks.layout, *marks.thoughts, *filter(None, (closing, opening)))
     searched = Markers(*openers, *dropped) if openers or dropped else None
-    while searched is not None and (mark := (yield from reader.until(searched, deltas.content))):
+    headed = bool(marks.header) and not begun  # the prompt ends with the mark
+    while searched is not None:
+        until = _to_kind(reader, deltas, searched, openers) if headed else reader.until(searched, deltas.content)
+        mark = yield from until
+        if not mark:
+            break
+        headed = mark == marks.header
         if mark in marks.thoughts:
             return True
         if mark in openers:
@@ -162,6 +173,26 @@ def read_content(
         else:
             deltas.skip()
     return False
+
+
+def _to_kind(reader: Reader, deltas: DeltaBuilder, searched: Markers, openers: tuple[str, ...]) -> Steps[str]:
+    """Read from a header to the next mark. What stands between them is the name of a call, if that one begins it."""
+    held: list[str] = []
+    size = 0
+
+    def take(part: str) -> None:
+        nonlocal size
+        size += len(part)
+        held.append(part)
+        if size > LONGEST_NAME:  # content without its mark
+            deltas.content("".join(held))
+            held.clear()
+
+    mark = yield from reader.until(searched, take)
+    text = "".join(held)
+    if mark not in openers or not FUNCTION_NAME.fullmatch(text.strip()):
+        deltas.content(text)
+    return mark
 
 
 def _any_next(reader: Reader, openers: tuple[str, ...]) -> bool:

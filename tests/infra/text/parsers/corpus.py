@@ -272,6 +272,18 @@ MARKUP = [
          "<arg_key>n</arg_key><arg_value>[1, 2]</arg_value></tool_call><tool_call>now\n</tool_call>", "Ok.", "Hm.",
          (("write", '{"path": " a\\n", "n": [1, 2]}'), ("now", "{}")), {"texts": TEXTS}),
     Case("", "glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),
+    Case("inkling", "inkling",  # behind a prompt that ends with <|message_model|>
+         "<|content_thinking|>Hm.<|end_message|><|message_model|><|content_text|>Ok.<|end_message|><|message_model|>"
+         f'get_weather<|content_invoke_tool_json|>{{"name":"get_weather","args":{WEATHER}}}<|end_message|>'
+         f'<|message_model|>get_time<|content_invoke_tool_json|>{{"name":"get_time","args":{TIME}}}<|end_message|>'
+         "<|content_model_end_sampling|>", "Ok.", "Hm.", (("get_weather", WEATHER), ("get_time", TIME))),
+    Case("inkling", "inkling", 'now<|content_invoke_tool_json|>{"name":"now","args":{}}<|end_message|>', None,
+         calls=(("now", "{}"),)),
+    Case("inkling", "inkling", "It is late.", "It is late."),
+    Case("inkling", "inkling", "<|content_text|>It is " + "very " * 60 + "late.<|end_message|>",
+         "It is " + "very " * 60 + "late."),
+    Case("inkling", "inkling", "no mark " * 40 + "here", "no mark " * 40 + "here"),
+    Case("inkling", "inkling", "<|content_text|>a<|end_message|><|message_model|>b<|content_text|>c", "abc"),
     Case("solar_open2", "solar_open2",
          "<|think:start|>Hm.<|think:end|>Ok.<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>42"
          "<|tool_arg:end|>\n<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n"
