@@ -5,8 +5,9 @@ Plain ASGI without a framework: per-token work has no place for layers.
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -29,7 +30,7 @@ from penstock.gateway.apis.endpoints import (
 from penstock.gateway.base.chat_objects import error_body, stopping, unconfirmed
 from penstock.gateway.base.event_stream import within_lines
 from penstock.gateway.base.gateway_metrics import ModelMetrics, account
-from penstock.gateway.base.request_bodies import MESSAGE, OLLAMA, RESPONSE
+from penstock.gateway.base.request_bodies import CHAT, COMPLETION, MESSAGE, OLLAMA, RESPONSE
 from penstock.gateway.http import asgi
 from penstock.gateway.http.idempotency_key import submit_once
 from penstock.gateway.http.server import FOLLOWED, SCOPE, HttpConnection
@@ -196,6 +197,26 @@ class GenerationEndpoint:
         return with_trace(prepared, asgi.from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
 
+_PLAIN = frozenset({CHAT, COMPLETION})  # OpenAI's events of these are data alone; those of responses have more
+_EVENT_IDS = b"x-penstock-event-ids"
+_ID_LINES = re.compile(rb"^id: [^\n]*\n", re.MULTILINE)
+
+
+def takes_data_alone(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a client would take ids of events, and comments, for JSON.
+
+    Load generators that parse streams by themselves do (``vllm bench serve``, SGLang's ``bench_serving``). Nothing but
+    aiohttp's own User-Agent tells them from other clients.
+    """
+    agent = b""
+    for name, value in headers:
+        if name == _EVENT_IDS:
+            return value.strip().lower() in (b"0", b"false")
+        if name == b"user-agent":
+            agent = value
+    return agent.startswith(b"Python/") and b" aiohttp/" in agent
+
+
 async def answer_text(gateway: Gateway, accepted: HttpExchange) -> str:
     """Send the answer of a request for text; returns the code for the metrics.
 
@@ -220,7 +241,7 @@ async def answer_text(gateway: Gateway, accepted: HttpExchange) -> str:
     except BaseException:
         responder.leave()
         raise
-    return await responder.stream(renderer)
+    return await responder.stream(renderer, plain=request.endpoint in _PLAIN and takes_data_alone(scope["headers"]))
 
 
 class Reattach:
@@ -381,9 +402,11 @@ class Responder:
             start[FOLLOWED] = True
         await self._send(start)
 
-    async def stream(self, renderer: Renderer) -> str:
+    async def stream(self, renderer: Renderer, *, plain: bool = False) -> str:
         """Server-sent events; returns the code for the metrics.
 
+        Args:
+            plain: they have neither ids nor comments.
         Raises:
             ServingError: the request failed before the header was sent, or the client went away before it.
         """
@@ -400,7 +423,7 @@ class Responder:
                 items: Sequence[TokenItem] = ()
                 try:
                     items = await (inflight.take(nudged=True) if started else inflight.take_within(wait_s))
-                    data = renderer.push(items) or (renderer.ping if started and not items else b"")
+                    data = renderer.push(items) or (renderer.ping if started and not items and not plain else b"")
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code not in CONTINUES)
                 done = renderer.done
@@ -417,6 +440,8 @@ class Responder:
                     idle.sent()
                     if b"\xe2" in data or b"\xc2" in data:  # their first bytes, found in a fiftieth of the time
                         data = within_lines(data)
+                    if plain:
+                        data = _ID_LINES.sub(b"", data)
                     await send({"type": "http.response.body", "body": data, "more_body": not done})
                 if done:
                     return self._account(renderer)

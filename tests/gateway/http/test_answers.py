@@ -17,7 +17,15 @@ from penstock.gateway.apis.responses.bodies import ResponsesRequest
 from penstock.gateway.apis.responses.record import encode_stored
 from penstock.gateway.base.chat_objects import stopping
 from penstock.gateway.base.event_stream import COMMENT as PING_COMMENT
-from penstock.gateway.http.answers import GenerationEndpoint, IdleTimer, Responder, SendError, answer_text, send_error
+from penstock.gateway.http.answers import (
+    GenerationEndpoint,
+    IdleTimer,
+    Responder,
+    SendError,
+    answer_text,
+    send_error,
+    takes_data_alone,
+)
 from penstock.gateway.http.app import send_message_error
 from penstock.gateway.http.server import SCOPE
 from penstock.gateway.request_log.inflight import InflightRequest
@@ -33,6 +41,57 @@ STREAMS = [
     (request("response", encode_stored(ResponsesRequest(input="hi", model="demo"))), PING_COMMENT),
     (request("message", msgspec.json.encode(ClientBody(100))), MessageEvents.ping),
 ]
+
+
+AIOHTTP = (b"user-agent", b"Python/3.12 aiohttp/3.14.5")
+
+
+@pytest.mark.parametrize(
+    ("headers", "alone"),
+    [
+        ([], False),
+        ([(b"user-agent", b"AsyncOpenAI/Python 3.57.0")], False),
+        ([(b"user-agent", b"litellm/1.110 aiohttp/3.14.5")], False),
+        ([AIOHTTP], True),
+        ([AIOHTTP, (b"x-penstock-event-ids", b"1")], False),
+        ([(b"x-penstock-event-ids", b"0"), (b"user-agent", b"curl/8")], True),
+    ],
+)
+def test_ids_and_comments_are_left_out_for_clients_that_take_them_for_data(
+    headers: list[tuple[bytes, bytes]], alone: bool
+) -> None:
+    assert takes_data_alone(headers) is alone
+
+
+async def test_a_plain_stream_is_data_alone_also_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.gateway.http.answers.HEAD_S", 0.001)
+    asked, sent, began = request("chat"), bytearray(), asyncio.Event()
+    inflight = InflightRequest(asked)
+    text = "id: 1\nHi there."
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.extend(message.get("body", b""))
+        began.set()
+
+    renderer = renderer_for(asked, DETOKENIZER)
+    waits = MagicMock(return_value=PING_COMMENT)
+    monkeypatch.setattr(type(renderer), "ping", property(waits))
+    gateway = MagicMock(turns=TurnBudget(), settings=GatewaySettings(stream_ping_s=0.001))
+    responder = Responder(gateway, inflight, {SCOPE: MagicMock(lost=False)}, send, 0.0)
+    streaming = asyncio.create_task(responder.stream(renderer, plain=True))
+    async with asyncio.timeout(10):
+        await began.wait()
+        inflight.nudge()
+        for seq, item in enumerate(items(text, STOP)):
+            inflight.feed(item, seq)
+            await asyncio.sleep(0)
+        assert await streaming == "ok"
+    waits.assert_not_called()
+    *events, end = bytes(sent).split(b"\n\n")
+    assert (events.pop(), end) == (b"data: [DONE]", b"")
+    chunks = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
 
 
 @pytest.mark.parametrize(("asked", "ping"), STREAMS, ids=lambda value: getattr(value, "endpoint", ""))
