@@ -247,9 +247,9 @@ async def _keys(args: argparse.Namespace, *, whole: bool = False) -> list[ApiKey
 
 # In narrow terminals, those with high numbers are left out.
 _COLUMNS = (
-    *(Column("key"), Column("tenant"), Column("models", 2), Column("rpm", 4, right=True), Column("tpm", 4, right=True)),
-    *(Column("monthly", 5, right=True), Column("at a time", 6, right=True), Column("priority", 3), Column("expires")),
-    *(Column("state"), Column("about", 1)),
+    *(Column("key"), Column("tenant"), Column("models", 1), Column("rpm", 4, right=True), Column("tpm", 4, right=True)),
+    *(Column("monthly", 5, right=True), Column("at a time", 6, right=True), Column("priority", 2), Column("expires")),
+    *(Column("state"), Column("about", 7)),
 )
 
 
