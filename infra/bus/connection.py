@@ -45,7 +45,7 @@ DROPPED_S = 0.25
 # In a cluster, a client leaves a hanging server after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed
 # leader that resumes must have no clients.
 _QUICK: dict[str, Any] = {"ping_interval": 1, "connect_timeout": 1}
-PEOPLE = ("viewer", "reader", "planner", "keys")  # roles of commands, which may be given another one's credentials
+COMMAND_ROLES = ("viewer", "reader", "planner", "keys")  # which may log in with credentials of another role
 SAME_ERROR_S = 5.0  # least time between two logged errors of one kind
 ERROR_KINDS = 64
 # OpenSSL's X509_V_ERR_…: the certificate is for another host or address; it is not valid yet, or has expired
@@ -122,7 +122,7 @@ class Bus:
                     return
             except NoRespondersError:
                 pass
-            except (NatsError, OSError, TimeoutError):  # whoever needs a stream says what is wrong with it
+            except (NatsError, OSError, TimeoutError):  # the first use of a stream reports what is wrong with it
                 return
             if not logged:
                 log.warning("streams_awaited", missing=self.subjects.awaited, fix="penstock streams apply")
@@ -190,7 +190,7 @@ class Bus:
         if refuses_login(text) and self._opened and not self.closing:
             self._refused_since = now if self._refused_since is None else self._refused_since
             if now - self._refused_since >= LOGIN_S:
-                self._refused_since = math.inf  # once, where the process can do without this connection
+                self._refused_since = math.inf  # reported once, if the process works without this connection
                 self._end(f"the broker refuses the login: {why_unreachable(error)}")
 
     async def _on_closed(self) -> None:
@@ -377,7 +377,7 @@ def _tls_context(authorities: str | None, certificate: str | None, key: str | No
 def _role_of(user: str, role: str) -> str:
     """The role whose inbox a user may use: the role that the user is named after, if there is one."""
     named = user.removesuffix("-2")  # each role has two users
-    return named if named in PEOPLE else role
+    return named if named in COMMAND_ROLES else role
 
 
 async def connect(

@@ -32,7 +32,10 @@ log = structlog.get_logger("engine")
 
 
 class BlockWait(Generic[T]):
-    """``answer`` becomes what ``take`` returned, None if it was cancelled, or the RequestError that ``take`` raised."""
+    """A wait for blocks or slots of a pool.
+
+    ``answer`` becomes what ``take`` returned, None if it was cancelled, or the RequestError that ``take`` raised.
+    """
 
     __slots__ = ("answer", "pool", "take")
 
@@ -49,6 +52,8 @@ class BlockWait(Generic[T]):
 
 
 class BlockWaitQueue:
+    """The waits of each pool, first come, first served."""
+
     def __init__(self) -> None:
         self._queues: dict[str, deque[BlockWait[Any]]] = {}
 
@@ -75,7 +80,7 @@ class BlockWaitQueue:
             self._serve(pool, engine)
 
     def fail(self, error: BaseException) -> None:
-        """The engine has ended."""
+        """Fail all waits, as the engine has ended."""
         for waits in self._queues.values():
             for wait in waits:
                 wait.answer.set_exception(error)
@@ -188,10 +193,10 @@ class StepPace:
 
 
 class EngineLoop:
-    """Its output goes to one session after the other (``begin_session``).
+    """Runs an engine's steps between commands, and delivers their output to the current session (``begin_session``).
 
     Attributes:
-        stopped: nothing more is to be done.
+        stopped: ``stop`` was called, and the last step has ended.
     """
 
     def __init__(
@@ -391,8 +396,8 @@ class EngineLoop:
         if self._writes_until and self._in_flight and (writes_s := self._writes_until - self._clock()) > 0:
             return writes_s
         if working and self._ahead < MAX_AHEAD:
-            early_s = self._early_s()
-            return early_s if early_s > 0 else self._step(engine)
+            wait_s = self._until_planning_s()
+            return wait_s if wait_s > 0 else self._step(engine)
         self.pace.waits()
         self._plan_late(0.0, None, prompts=False)
         if self._in_flight or not (working or self._output):
@@ -455,7 +460,7 @@ class EngineLoop:
             self._writes_until = now + pause if pause else 0.0
         return pause
 
-    def _early_s(self) -> float:
+    def _until_planning_s(self) -> float:
         """For how long the next step is not planned yet."""
         now = self._clock()
         if now < self._plan_at:
