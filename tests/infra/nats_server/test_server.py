@@ -11,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -305,6 +307,15 @@ async def test_the_system_user_receives_a_disconnect_by_name(ready: EmbeddedNats
 
 
 # -- streams ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_broker_that_takes_too_small_messages_is_named_before_anything_is_created(pipeline: Subjects) -> None:
+    """nats-server's own default is 1 MiB; long prompts would fail, one by one."""
+    nc: Any = SimpleNamespace(connected_server_version="2.15.1", max_payload=1 << 20)  # asking it fails
+    with pytest.raises(
+        BrokerProblem, match=r"max_payload is 1048576 bytes, 8388608 are needed.*set `max_payload: 8388608`"
+    ):
+        await apply(nc, topology(pipeline))
 
 
 async def test_applying_twice_changes_nothing(nc: Client, subjects: Subjects) -> None:

@@ -36,6 +36,7 @@ from tests.pipeline.support import (
 )
 
 STREAMS = 30
+ASLEEP_S = 5.0  # leases end after 3 s
 TOKENS = 150
 SLOW_MACHINE_S = 5.0  # without what is shown here, requests wait for 30 s and longer
 pytestmark = pytest.mark.timeout(180)
@@ -258,6 +259,35 @@ async def test_a_killed_gateways_clients_continue_at_another_one(
 
 async def test_a_killed_broker_comes_back_with_everything(fleet: Deployment, fleet_bus: Bus, oracle: Oracle) -> None:
     await check(fleet, fleet_bus, oracle, await disturb(fleet, fleet_bus, "nats"))
+
+
+async def test_answers_continue_when_a_machine_wakes_up_that_slept_for_longer_than_any_lease(
+    fleet: Deployment, fleet_bus: Bus, oracle: Oracle
+) -> None:
+    """As after ``docker pause``, or with a laptop's lid."""
+    readers = [Reader(fleet.urls, number) for number in range(STREAMS)]
+    async with httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        runs = [asyncio.create_task(reader.run(client)) for reader in readers]
+
+        async def under_way() -> bool:
+            return sum(reader.events for reader in readers) > STREAMS * TOKENS // 10
+
+        await until(under_way, "the streams begin")
+        pids = [
+            *(process.pid for process in fleet.state.processes),
+            fleet.pid,
+        ]  # the broker's and, last, the launcher's
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            assert not all(reader.finish for reader in readers), "too late to disturb anything"
+            await asyncio.sleep(ASLEEP_S)
+        finally:
+            for pid in reversed(pids):
+                os.kill(pid, signal.SIGCONT)
+        await asyncio.gather(*runs)
+    await check(fleet, fleet_bus, oracle, readers)
+    assert pids[:-1] == [process.pid for process in fleet.state.processes], "nothing was started again"
 
 
 async def test_a_killed_gateways_nats_submissions_are_answered_by_another_one(

@@ -232,6 +232,9 @@ async def test_health_models_and_documents(fast: Deployment) -> None:
     for url in fast.urls:
         async with client_of(url) as client:
             assert (await client.get("/health/live")).json() == {"status": "live"}
+            for probed in ("/health", "/health/live", "/health/ready", "/v1/models", "/metrics"):
+                head = await client.head(probed)  # as load balancers probe
+                assert (head.status_code, head.content) == (200, b"")
             ready = await client.get("/health/ready")
             assert (ready.status_code, ready.json()) == (200, {"status": "ready", "reasons": []})
             models = (await client.get("/v1/models")).json()
