@@ -304,10 +304,12 @@ def why_unreachable(error: Exception, credentials: Mapping[str, Any] | None = No
     # The server resets the connection, so its error message may be lost.
     too_long = too_long or (isinstance(error, (ConnectionError, UnexpectedEOF)) and _is_long(credentials or {}))
     if too_long:
-        return (
-            f"{error}; the user's JWT, with its rights, is longer than the {MAX_CONTROL_LINE} bytes that nats-server "
-            "takes by default: write max_control_line: 65536 into its configuration"
-        )
+        what = "the server takes shorter lines than we send"
+        if "user_credentials" in (credentials or {}):
+            what = (
+                f"the user's JWT, with its rights, is longer than the {MAX_CONTROL_LINE} bytes that it takes by default"
+            )
+        return f"{error}; {what}: write max_control_line: 65536 into nats-server's configuration"
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 

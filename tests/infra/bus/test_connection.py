@@ -8,7 +8,7 @@ from nats.errors import Error as NatsError
 
 from penstock.infra.bus import connection
 from penstock.infra.bus.client import BusClient
-from penstock.infra.bus.connection import connect
+from penstock.infra.bus.connection import connect, why_unreachable
 from penstock.infra.nats_server.server import EmbeddedNats
 from penstock.schemas.errors import ServingError
 from penstock.schemas.subjects import Subjects
@@ -79,6 +79,13 @@ async def test_a_login_that_comes_too_late_over_a_stalled_link_is_repeated(monke
         assert not ended
         await bus.close()
         links[-1].close()
+
+
+def test_a_jwt_is_blamed_for_a_long_line_only_where_there_is_one() -> None:
+    error = NatsError("nats: 'maximum control line exceeded'")
+    with_jwt, without = (why_unreachable(error, each) for each in ({"user_credentials": "/x"}, {"user": "worker"}))
+    assert ("JWT" in with_jwt, "JWT" in without) == (True, False)
+    assert all("max_control_line: 65536" in each for each in (with_jwt, without))
 
 
 async def test_a_url_of_websocket_is_answered_with_those_that_work() -> None:
