@@ -43,6 +43,7 @@ def read_reasoning(
     *,
     in_reasoning: bool,
     joined: bool = False,
+    headed: bool = False,
 ) -> Steps[str]:
     """Read an answer's reasoning, if it begins with some.
 
@@ -51,6 +52,7 @@ def read_reasoning(
 
     Args:
         joined: reasoning and its marks are part of the content.
+        headed: it begins within a header, whose spaces are part of nothing.
     Returns: "", or at the end of the text the calls that ended the reasoning, and what follows them.
     """
     if in_reasoning:
@@ -60,7 +62,7 @@ def read_reasoning(
     if not opening and not in_reasoning:
         if stray := (yield from reader.literal(*tags.closing)):  # of thoughts that the prompt has closed
             yield from _close(reader, deltas, tags, stray, joined=joined, thought=0)
-        else:
+        elif not headed:
             deltas.content(space)
         return ""
     deltas.thought = BEGUN
@@ -324,9 +326,11 @@ def _steps_of(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat, parsing:
     if tags is not None and not in_content:
         if prefilled:
             deltas.continue_reasoning()
+        headed = form.content is not None and bool(form.content.header[1])
         rest = yield from read_reasoning(
-            reader, deltas, tags, form.tools, offered, in_reasoning=parsing.thinking, joined=parsing.joined
-        )
+            reader, deltas, tags, form.tools, offered,
+            in_reasoning=parsing.thinking, joined=parsing.joined, headed=headed,
+        )  # fmt: skip
         if rest:  # the reasoning was not closed: it ends where this begins, which is all that is left
             reader = reader.within(rest)
     if form.marked_content:

@@ -146,7 +146,8 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):
         aliases: other names, most of them other servers'.
         frame: marks around the content, at its two ends.
         layout: marks in the content that are no part of it, wherever they stand.
-        header: the one of them with which each message begins, and behind which that of a call has the name once more.
+        header: those of them with which each message begins, and behind its recipient. Without the second, the message
+            of a call has the name once more.
         checked: the version of the family that the row was compared with, and how.
     """
 
@@ -158,7 +159,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     calls: CallFormat | None = None
     frame: tuple[str, str] = ("", "")
     layout: tuple[str, ...] = ()
-    header: str = ""
+    header: tuple[str, str] = ("", "")
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -108,9 +108,9 @@ def _format(reasoning: Family | None, tools: Family | None, marks: Marks) -> Ans
     rows = [row for row in (reasoning, tools) if row is not None]
     start, end = next((row.frame for row in rows if any(row.frame)), ("", ""))
     layout = dict.fromkeys(mark for row in rows for mark in row.layout)
-    header = next((row.header for row in rows if row.header), "") if calls is not None else ""
+    begin, message = next((row.header for row in rows if row.header[0]), ("", ""))
     frame = marks.within(start), marks.within(end)
-    content = ContentMarks(frame, tuple(map(marks.within, layout)), header=marks.within(header))
+    content = ContentMarks(frame, tuple(map(marks.within, layout)), header=(marks.within(begin), marks.within(message)))
     return AnswerFormat(
         reasoning=ThoughtMarks(thoughts, marks) if thoughts is not None else None,
         tools=_tool_format(calls, marks) if calls is not None else None,

@@ -52,6 +52,7 @@ class ToolFormat:
 
 
 LONGEST_NAME = 256  # characters, as requests may have them
+_HEADER = re.compile(r"(assistant *)?(to=)?[A-Za-z0-9_.\-/]*")
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,14 @@ class ContentMarks:
         frame: at its two ends.
         layout: wherever they stand.
         thoughts: after these, there is no content but reasoning.
-        header: of these, one behind which a name stands before a call; "": none.
+        header: of these, with which a message begins, and behind its recipient; "" at the end: there is none, but a
+            name before a call.
     """
 
     frame: tuple[str, str] = ("", "")
     layout: tuple[str, ...] = ()
     thoughts: tuple[str, ...] = ()
-    header: str = ""
+    header: tuple[str, str] = ("", "")
 
 
 def parse_name(text: str) -> str:
@@ -147,13 +149,15 @@ def read_content(
     openers = tools.openers if tools is not None else ()
     dropped = (*marks.layout, *marks.thoughts, *filter(None, (closing, opening)))
     searched = Markers(*openers, *dropped) if openers or dropped else None
-    headed = bool(marks.header) and not begun  # the prompt ends with the mark
+    headed = bool(marks.header[0]) and not begun  # the prompt ends within a header
     while searched is not None:
-        until = _to_kind(reader, deltas, searched, openers) if headed else reader.until(searched, deltas.content)
-        mark = yield from until
+        names = (marks.header[1],) if marks.header[1] else openers
+        mark = yield from (
+            _to_kind(reader, deltas, searched, names) if headed else reader.until(searched, deltas.content)
+        )
         if not mark:
             break
-        headed = mark == marks.header
+        headed = mark == marks.header[0]
         if mark in marks.thoughts:
             return True
         if mark in openers:
@@ -175,8 +179,10 @@ def read_content(
     return False
 
 
-def _to_kind(reader: Reader, deltas: DeltaBuilder, searched: Markers, openers: tuple[str, ...]) -> Steps[str]:
-    """Read from a header to the next mark. What stands between them is the name of a call, if that one begins it."""
+def _to_kind(reader: Reader, deltas: DeltaBuilder, searched: Markers, ends: tuple[str, ...]) -> Steps[str]:
+    """Read from the beginning of a header to the next mark. If that is one of ``ends``, words between them are a
+    recipient, or the name of a call.
+    """
     held: list[str] = []
     size = 0
 
@@ -190,7 +196,7 @@ def _to_kind(reader: Reader, deltas: DeltaBuilder, searched: Markers, openers: t
 
     mark = yield from reader.until(searched, take)
     text = "".join(held)
-    if mark not in openers or not FUNCTION_NAME.fullmatch(text.strip()):
+    if mark not in ends or not _HEADER.fullmatch(text.strip()):
         deltas.content(text)
     return mark
 

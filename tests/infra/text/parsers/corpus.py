@@ -272,6 +272,15 @@ MARKUP = [
          "<arg_key>n</arg_key><arg_value>[1, 2]</arg_value></tool_call><tool_call>now\n</tool_call>", "Ok.", "Hm.",
          (("write", '{"path": " a\\n", "n": [1, 2]}'), ("now", "{}")), {"texts": TEXTS}),
     Case("", "glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),
+    Case("muse", "muse",  # behind a prompt that ends with <|start|>assistant
+         " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>It is 5.<|eot|>", "It is 5.", "Hm."),
+    Case("muse", "muse",
+         " to=self<|message|>Hm.<|eom|><|start|>assistant to=get_weather<|message|><atem:function_calls>\n"
+         '<atem:invoke name="get_weather">\n<atem:parameter name="city">42</atem:parameter>\n'
+         '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eot|>', None, "Hm.",
+         (("get_weather", '{"city": "42", "days": 3}'),), {"texts": TEXTS}),
+    Case("muse", "muse", " to=user<|message|>to=you: <b>hi</b>", "to=you: <b>hi</b>"),
+    Case("muse", "", " to=user<|message|>Yes.<|eom|>", "Yes."),
     Case("inkling", "inkling",  # behind a prompt that ends with <|message_model|>
          "<|content_thinking|>Hm.<|end_message|><|message_model|><|content_text|>Ok.<|end_message|><|message_model|>"
          f'get_weather<|content_invoke_tool_json|>{{"name":"get_weather","args":{WEATHER}}}<|end_message|>'
