@@ -493,7 +493,8 @@ def _missing(timeline: RequestTimeline, with_tokens: bool) -> Iterator[str]:
         return
     if not timeline.routed:
         if done is None:
-            yield "no router has placed it yet" if not timeline.lost_end else "its jobs, if a router has placed it"
+            waits = "no router has placed it yet: `penstock doctor` says whether a router or a worker is missing"
+            yield waits if not timeline.lost_end else "its jobs, if a router has placed it"
         elif done.worker:
             yield f"its jobs are gone: {_reach(timeline, 'WORK', 'for a day')}"
         else:
