@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -38,11 +39,13 @@ async def opened(server: EmbeddedNats, subjects: Subjects, **options: Any) -> As
 async def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> None:
     """Wait until something holds.
 
+    Args:
+        condition: may be a coroutine function.
     Raises:
         AssertionError: it does not in time.
     """
     deadline = time.monotonic() + within_s
-    while not condition():
+    while not (await holds if inspect.isawaitable(holds := condition()) else holds):
         assert time.monotonic() < deadline, f"not within {within_s} s"
         await asyncio.sleep(0.005)
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import structlog.testing
 from penstock.infra.nats_server import disk
 from penstock.infra.nats_server.disk import DiskWatch
 from penstock.infra.process import child
+from tests.infra.bus.support import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -40,12 +41,6 @@ class Server:
     def says(self, text: str) -> None:
         with self.log_path.open("a") as file:
             file.write(text)
-
-
-async def until(holds: Callable[[], Awaitable[Any]], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not await holds():  # noqa: ASYNC110 - the far end is another process
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -267,7 +262,7 @@ class Up:
                 state.update(json.loads((self.data / "state.json").read_text()))
             return bool(state.get("model"))
 
-        await until(is_ready)
+        await eventually(is_ready)
         return state
 
     def fill(self) -> None:
@@ -321,7 +316,7 @@ async def test_a_deployment_whose_disk_was_full_serves_again_when_there_is_room(
             async def serves() -> bool:
                 return await status() == 200
 
-            await until(serves, 60)
+            await eventually(serves, 60)
         said = up.log.read_text()
         assert "disk_full" in said
         assert "broker_restarts" in said
@@ -362,7 +357,7 @@ async def test_answers_whose_tokens_a_full_disk_does_not_take_end_within_15_s_at
                     metrics = (await client.get("/metrics")).text
                     return re.search(r"^penstock_gateway_open_requests\{[^}]*\} 5.0$", metrics, re.M)
 
-                await until(all_run)
+                await eventually(all_run)
                 up.fill()
                 full_since = time.monotonic()
                 said = [line async for line in lines]
@@ -397,8 +392,8 @@ async def test_answers_whose_tokens_a_full_disk_does_not_take_end_within_15_s_at
                 assert not final.headers.get("Penstock-Error"), final.data
                 return True
 
-            await until(over, 60)  # they went on without their clients, who may ask for the answers
-            await until(answered, 60)  # the submission was kept
+            await eventually(over, 60)  # they went on without their clients, who may ask for the answers
+            await eventually(answered, 60)  # the submission was kept
     finally:
         await closing.aclose()
         up.stop()
@@ -427,7 +422,7 @@ async def test_what_cannot_be_deleted_for_good_since_the_disk_is_full_is_not_del
             async def deleted() -> bool:
                 return (await client.delete(path)).status_code == 200
 
-            await until(deleted, 60)
+            await eventually(deleted, 60)
             assert (await client.get(path)).status_code == 404
     finally:
         up.stop()

@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +43,7 @@ from penstock.launch.state import (
     write_resume,
     write_state,
 )
+from tests.infra.bus.support import eventually
 
 READY = b'{"status":"ready"}'  # a fake gateway's answer
 # By its path: its package would be imported, too, which is half of what a start costs.
@@ -58,12 +58,6 @@ def up_settings(tmp_path: Path, **more: Any) -> UpSettings:
     settings: dict[str, Any] = {"http_port": 0, "ready_s": 30.0, "drain_s": 5.0, "dashboard_port": -1}
     settings["gateways"] = "1"
     return UpSettings(data_dir=str(tmp_path / "data"), **(settings | more))
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - the far end is another process
-            await asyncio.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -93,7 +87,7 @@ class Up:
         return {process.name: process.pid for process in self.state().processes if process.pid is not None}
 
     async def ready(self) -> DeploymentState:
-        await until(lambda: self.task.done() or (self.path.exists() and self.state().model))
+        await eventually(lambda: self.task.done() or (self.path.exists() and self.state().model))
         if self.task.done():
             self.task.result()
         return self.state()
@@ -146,7 +140,7 @@ async def test_a_deployment_whose_gateways_want_a_key_knows_its_model_and_says_h
     up = Up(up_settings(tmp_path, require_keys=True))
     state = await up.ready()
     assert (state.model, state.models, state.makes) == ("fake", ("fake",), "text")
-    await until(lambda: said)
+    await eventually(lambda: said)
     assert f"KEY=$(penstock keys create --data-dir {tmp_path / 'data'} --quiet)" in said[0]
     (line,) = [line.strip() for line in said[0].splitlines() if line.startswith("  curl ")]
     words = shlex.split(line)
@@ -174,7 +168,7 @@ async def test_a_disk_that_is_smaller_than_the_streams_is_warned_of_before_the_f
 async def test_the_dashboard_starts_last_and_stops_with_the_rest(tmp_path: Path) -> None:
     up = Up(up_settings(tmp_path, dashboard_port=0))
     state = await up.ready()
-    await until(lambda: up.state().dashboard_url)
+    await eventually(lambda: up.state().dashboard_url)
     url = up.state().dashboard_url
     assert url in welcome(up.state(), tmp_path, 1.0)
     port, path = int(url.split(":")[2].partition("/")[0]), "/?token=" + url.partition("=")[2]
@@ -200,7 +194,7 @@ async def test_killed_children_come_back_under_new_pids(tmp_path: Path) -> None:
     nats_url = up.state().nats_url
     for name in ("worker-0", "nats"):
         os.kill(before[name], signal.SIGKILL)
-    await until(lambda: all(up.pids().get(name, 0) not in (0, before[name]) for name in ("worker-0", "nats")))
+    await eventually(lambda: all(up.pids().get(name, 0) not in (0, before[name]) for name in ("worker-0", "nats")))
     after = up.pids()
     assert after["gateway-0"] == before["gateway-0"]
     assert up.state().nats_url == nats_url  # same port, same secrets
@@ -221,7 +215,7 @@ async def test_a_child_that_waits_to_be_started_again_has_no_pid_in_the_state_fi
     await up.ready()
     before = up.pids()["worker-0"]
     os.kill(before, signal.SIGKILL)
-    await until(lambda: up.pids().get("worker-0", before) != before)
+    await eventually(lambda: up.pids().get("worker-0", before) != before)
     worker = [processes["worker-0"].get("pid") for processes in written if "worker-0" in processes]
     assert None in worker[worker.index(before) :]
     assert not any(process.get("pid") == 0 for processes in written for process in processes.values())
@@ -273,12 +267,12 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         sys.executable, "-c", code, str(tmp_path), stderr=subprocess.DEVNULL
     )
     path = tmp_path / "state.json"
-    await until(lambda: path.exists() and read_state(path).model)
+    await eventually(lambda: path.exists() and read_state(path).model)
     pids = [process.pid for process in read_state(path).processes if process.pid]
     assert all(alive(pid) for pid in pids)
     supervisor.kill()
     await supervisor.wait()
-    await until(lambda: not any(alive(pid) for pid in pids))
+    await eventually(lambda: not any(alive(pid) for pid in pids))
 
 
 async def test_gateways_share_one_port_and_a_killed_one_resets_nobody_there(tmp_path: Path) -> None:
@@ -305,14 +299,14 @@ async def test_a_lone_gateway_has_no_port_but_the_shared_one(tmp_path: Path) -> 
 async def test_more_cells_are_there_at_once_and_what_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
     up = Up(up_settings(tmp_path, workers=2, cells=1, dashboard_port=0))
     await up.ready()
-    await until(lambda: "dashboard" in up.pids())
+    await eventually(lambda: "dashboard" in up.pids())
     before = up.pids()
     folder = tmp_path / "data"
 
     async def set_cells(number: int) -> DeploymentState:
         asked = ask_for_cells(folder, number)
         os.kill(os.getpid(), RESUME)
-        await until(lambda: not asked.exists())
+        await eventually(lambda: not asked.exists())
         return up.state()
 
     state = await set_cells(3)
@@ -328,7 +322,7 @@ async def test_more_cells_are_there_at_once_and_what_cannot_be_is_refused_with_t
     ]  # fmt: skip
     assert [each.cell for each in state.processes if each.name == "worker-1"] == [0]
     os.kill(now["worker-1"], signal.SIGKILL)
-    await until(lambda: up.pids().get("worker-1", 0) not in (0, now["worker-1"]))
+    await eventually(lambda: up.pids().get("worker-1", 0) not in (0, now["worker-1"]))
     worker = next(each for each in up.state().processes if each.name == "worker-1")
     assert (worker.cell, worker.outdated) == (1, False), "it is where it belongs as soon as it starts again"
     state = await set_cells(1)
@@ -360,7 +354,7 @@ async def test_a_cell_that_lacks_workers_gets_one_of_another_cell_and_those_that
     monkeypatch.setattr("penstock.launch.deployment.LACKING_S", 0.3)
     up = Up(up_settings(tmp_path, workers=4, cells=2))
     await up.ready()
-    await until(lambda: up.state().models)
+    await eventually(lambda: up.state().models)
 
     def cells() -> dict[str, int]:
         """Of the workers that run."""
@@ -370,13 +364,13 @@ async def test_a_cell_that_lacks_workers_gets_one_of_another_cell_and_those_that
     async def resume(name: str) -> None:
         write_resume(tmp_path / "data", [name])
         os.kill(os.getpid(), RESUME)
-        await until(lambda: name in cells())
+        await eventually(lambda: name in cells())
 
     pids = up.pids()
     assert cells() == {"worker-0": 0, "worker-1": 1, "worker-2": 0, "worker-3": 1}
     for name in ("worker-1", "worker-3"):
         os.kill(pids[name], signal.SIGUSR2)
-    await until(lambda: cells() == {"worker-0": 0, "worker-2": 1})
+    await eventually(lambda: cells() == {"worker-0": 0, "worker-2": 1})
     assert up.pids()["worker-0"] == pids["worker-0"]
     await resume("worker-3")
     assert cells()["worker-3"] == 1, "where it was planned, as long as no cell has fewer"
@@ -399,7 +393,7 @@ def test_processes_that_two_commands_ask_for_at_once_are_both_started(tmp_path: 
 async def test_a_cell_whose_broker_cannot_start_is_left_out(tmp_path: Path) -> None:
     up = Up(up_settings(tmp_path, workers=2, cells=1))
     await up.ready()
-    await until(lambda: up.state().models)
+    await eventually(lambda: up.state().models)
     folder = tmp_path / "data"
     (folder / "cells").mkdir()
     (folder / "cells" / "1").write_text("in the way")
@@ -407,14 +401,14 @@ async def test_a_cell_whose_broker_cannot_start_is_left_out(tmp_path: Path) -> N
     for _ in range(2):
         asked = ask_for_cells(folder, 2)
         os.kill(os.getpid(), RESUME)
-        await until(lambda asked=asked: not asked.exists())  # type: ignore[misc]
+        await eventually(lambda asked=asked: not asked.exists())  # type: ignore[misc]
         state = up.state()
         assert state.cells_refused
         assert (len(state.cells), state.active_cells, up.pids()) == (1, 1, before)
     (folder / "cells" / "1").unlink()
     asked = ask_for_cells(folder, 2)
     os.kill(os.getpid(), RESUME)
-    await until(lambda: not asked.exists())
+    await eventually(lambda: not asked.exists())
     assert (up.state().cells_refused, len(up.state().cells)) == ("", 2)
     assert await up.stop() == 0
 
@@ -433,7 +427,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) ->
     )
     keeper = Keeper(child)
     await keeper.start()
-    await until(lambda: child.last_lines() == ["up"])
+    await eventually(lambda: child.last_lines() == ["up"])
     async with asyncio.timeout(10):
         await keeper.stop(timeout_s=0.2)
     assert child.pid is None
@@ -443,7 +437,7 @@ async def test_a_child_is_never_run_twice_at_once(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), time.time(), flush=True); time.sleep(0.05); print('end', time.time())"
     keeper = Keeper(process(tmp_path, code))
     await keeper.start()
-    await until(lambda: keeper.exits >= 3)
+    await eventually(lambda: keeper.exits >= 3)
     await keeper.stop(timeout_s=5)
     words = [line.split() for line in (tmp_path / "p.log").read_text().splitlines()]
     times = [float(word[1]) for word in words]
@@ -456,16 +450,16 @@ async def test_ends_that_were_asked_for_make_no_pause_longer(tmp_path: Path) -> 
     keeper, pauses, first = Keeper(process(tmp_path, "import signal; signal.pause()")), list[float](), None
     await keeper.start()
     for _ in range(4):
-        await until(lambda before=first: keeper.child.pid not in (None, before))  # type: ignore[misc]
+        await eventually(lambda before=first: keeper.child.pid not in (None, before))  # type: ignore[misc]
         first = keeper.child.pid
         with capture_logs() as lines:
             keeper.restart()
-            await until(lambda: bool(lines))
+            await eventually(lambda: bool(lines))
         pauses += [line["restart_in_s"] for line in lines if line["event"] == "process_ended"]
-    await until(lambda: keeper.child.pid not in (None, first))
+    await eventually(lambda: keeper.child.pid not in (None, first))
     with capture_logs() as lines:
         keeper.child.kill()
-        await until(lambda: bool(lines))
+        await eventually(lambda: bool(lines))
     await keeper.stop(timeout_s=5)
     assert [*pauses, lines[0]["restart_in_s"]] == [0.2] * 5
 
@@ -476,7 +470,7 @@ async def test_a_child_at_a_standstill_is_killed_and_started_again_if_it_must_no
     first = keeper.child.pid
     assert first is not None
     os.kill(first, signal.SIGSTOP)
-    await until(lambda: keeper.child.pid not in (None, first))
+    await eventually(lambda: keeper.child.pid not in (None, first))
     assert keeper.last_status == -signal.SIGKILL
     await keeper.stop(timeout_s=5)
 
@@ -497,7 +491,7 @@ async def test_a_child_is_started_again_although_what_runs_beside_it_loses_a_can
     keeper.child.kill()
     await asyncio.wait_for(running.wait(), 30)
     keeper.child.kill()
-    await until(lambda: keeper.exits == 2 and keeper.child.pid is not None)
+    await eventually(lambda: keeper.exits == 2 and keeper.child.pid is not None)
     async with asyncio.timeout(10):
         await keeper.stop(timeout_s=5)
 
@@ -533,7 +527,7 @@ async def test_the_logs_of_running_processes_are_bounded(tmp_path: Path, monkeyp
     with log.open("ab") as file:
         file.write(b"x" * 2000)
         file.flush()
-        await until(lambda: log.stat().st_size == 0)
+        await eventually(lambda: log.stat().st_size == 0)
         file.write(b"more")
     assert log.read_bytes() == b"more"
     assert log.with_suffix(".log.1").read_bytes().endswith(b"x" * 2000)
@@ -653,6 +647,6 @@ async def test_what_changes_a_deployment_does_not_fail_unseen(tmp_path: Path) ->
     deployment = Deployment(up_settings(tmp_path))
     with capture_logs() as logs:
         deployment._change(fails(), name="gateways")
-        await until(lambda: not deployment._changes)
+        await eventually(lambda: not deployment._changes)
     (entry,) = logs
     assert (entry["event"], entry["change"], str(entry["exc_info"])) == ("change_failed", "gateways", "boom")

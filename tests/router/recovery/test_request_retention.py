@@ -1,9 +1,7 @@
 """Requests that wait in a REQUESTS of 1 MiB while finished ones pass: none is discarded, and new ones are accepted."""
 
-import asyncio
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable
 
 import pytest
 from nats.aio.client import Client
@@ -69,20 +67,14 @@ async def test_held_requests_are_published_again_and_block_no_others(
         await eventually(lambda: len(one.waiting) == 1)
         for _ in range(3 * SIZE // len(BODY) // 20):
             await probe.passes(20)
-            await until(functools.partial(is_moved, probe))
+            await eventually(functools.partial(is_moved, probe))
             await probe.check()
         first = (await clients.bus.js.stream_info(probe.stream)).state.first_seq
         assert first > len(asked), "their first messages are discarded"
         await clients.stub("late", model="missing", slots=100)
         for each in asked:
             await clients.placed(each)  # one job each
-        await until(functools.partial(nothing_waits, clients))
-
-
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not await condition():  # noqa: ASYNC110 - asked of the server
-            await asyncio.sleep(0.05)
+        await eventually(functools.partial(nothing_waits, clients))
 
 
 async def is_moved(probe: CapacityProbe) -> bool:

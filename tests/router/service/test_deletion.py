@@ -6,7 +6,7 @@ import contextlib
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +73,11 @@ async def delete(bus: Bus, request: GenerateRequest) -> str:
             await asyncio.sleep(0.02)
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
-        while not await holds():  # noqa: ASYNC110 - the far end is another process
-            await asyncio.sleep(0.02)
-
-
 async def gone(bus: Bus, *requests: GenerateRequest) -> None:
     async def nothing() -> bool:
         return not [name for each in requests for name in await stored(bus, each)]
 
-    await until(nothing)
+    await eventually(nothing)
 
 
 async def publish_end_again(bus: Bus, request: GenerateRequest) -> None:
@@ -267,7 +261,7 @@ async def test_what_should_have_expired_is_not_known_and_leaves_the_bucket(
     async def empty() -> bool:
         return not (await bus.js.stream_info(f"KV_{bucket}")).state.messages
 
-    await until(empty)
+    await eventually(empty)
     await deleted.stop()
 
 
@@ -340,7 +334,7 @@ async def test_a_replica_that_was_away_keeps_nothing_of_a_deleted_request(
                 async def deleted() -> bool:
                     return not await delete(bus, request)
 
-                await until(deleted)  # it may have led the bucket of the notes
+                await eventually(deleted)  # it may have led the bucket of the notes
                 for _ in range(24):  # so much that the leader takes a snapshot, and its log begins behind the deletion
                     subject = cluster.subjects.done("other", "model", new_request_id(time.time_ns()))
                     await bus.js.publish(subject, random.randbytes(900_000))
