@@ -150,6 +150,14 @@ define install_torch
 fi
 endef
 
+# uv resolves and downloads at once what pip does one after the other. It reads none of pip's configuration: where that
+# names an index of its own, or uv cannot install everything, pip does.
+define install_dev
+@if ! $(BIN)/python -m pip config list | grep -q '[.]index.url=' && $(PIP) install uv && \
+  UV_HTTP_TIMEOUT=10 $(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'; then :; \
+else $(PIP) install --no-compile -e '.[dev]'; fi
+endef
+
 # What was installed, on all cores: pip compiles on one. Packages have some files that are not Python of this release.
 define compile
 @$(BIN)/python -m compileall -qq -j 0 \
@@ -169,7 +177,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(call install_torch,$(PIP))
-	$(PIP) install --no-compile -e '.[dev]'
+	$(call install_dev)
 	$(call compile)
 	@$(BIN)/python -m tests.binaries $(BIN) || true
 	@touch $@ $(VENV)/.installed
