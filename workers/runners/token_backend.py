@@ -24,7 +24,7 @@ from penstock.workers.engine_loop.loop import EngineLoop, EngineThread
 from penstock.workers.engines.engine_protocol import Engine, EngineError, EngineInfo, Grammars, VisionEngine
 from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
-from penstock.workers.runners.token_pace import TokenPace
+from penstock.workers.runners.flush_publisher import TokenPace
 from penstock.workers.runners.token_runner import TokenRunner
 from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.process import ProcessEvents

@@ -42,8 +42,7 @@ from penstock.workers.engines.engine_protocol import (
     vision_of,
 )
 from penstock.workers.kv_transfer.transport_protocol import Transport
-from penstock.workers.runners.flush_publisher import Dumper, FlushPublisher
-from penstock.workers.runners.token_pace import TokenPace
+from penstock.workers.runners.flush_publisher import Dumper, FlushPublisher, TokenPace
 from penstock.workers.session.adapters import AdapterTable
 from penstock.workers.session.request_runner import SessionContext, StageInput
 from penstock.workers.session.requests import RunningRequest, admit, already_over, sequence_requests

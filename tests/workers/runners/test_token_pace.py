@@ -5,7 +5,7 @@ from array import array
 from penstock.schemas.tokens import Finish
 from penstock.workers.engine_loop.loop import StepPace
 from penstock.workers.engine_loop.step_output import SequenceState, token_item
-from penstock.workers.runners.token_pace import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
+from penstock.workers.runners.flush_publisher import KNOWN_S, LEAST_PROMPTS, LEAST_TOKENS, TokenPace
 from penstock.workers.runners.token_runner import tier_costs
 from penstock.workers.session.requests import RunningRequest
 from tests.workers.support import request as make_request
