@@ -135,6 +135,7 @@ _OPERATORS = (
     Code.broker_unavailable,
 )
 _STORED = (Code.request_not_found, Code.broker_unavailable)
+_UNKNOWN = (Code.previous_response_not_found, Code.request_not_found)  # a response or an item of one
 _BY_ID = (Code.request_not_found, Code.invalid_request)
 _BATCH = (*_BY_ID, Code.broker_unavailable)
 _RESPONSE_ID = ("id", "path", "the response's id")
@@ -156,7 +157,7 @@ OPERATIONS = (
         body=CompletionRequest, response=CompletionResponse, errors=_GENERATE, streams=CompletionResponse),
     Operation("post", "/v1/responses", "Create a response",
         body=ResponsesRequest, response=Response, streams=ResponseEvent,
-        errors=(*_GENERATE, Code.previous_response_not_found, Code.request_not_found)),
+        errors=(*_GENERATE, *_UNKNOWN)),
     Operation("get", "/v1/responses/{id}", "Get a stored response, or its events",
         response=Response, errors=_BY_ID, streams=ResponseEvent,
         parameters=(
@@ -177,9 +178,9 @@ OPERATIONS = (
             ("after", "query", "id of the last item of the previous page"),
         )),
     Operation("post", "/v1/responses/compact", "Summarise a conversation, to continue it with fewer tokens",
-        body=CompactionRequest, response=CompactedResponse, errors=_GENERATE),
+        body=CompactionRequest, response=CompactedResponse, errors=(*_GENERATE, *_UNKNOWN)),
     Operation("post", "/v1/responses/input_tokens", "Count the tokens of a response's prompt",
-        body=ResponsesRequest, response=InputTokens, errors=_COUNT),
+        body=ResponsesRequest, response=InputTokens, errors=(*_COUNT, *_UNKNOWN)),
     Operation("post", "/v1/messages", "Create a message; errors have Anthropic's format",
         body=MessagesRequest, response=Message, errors=_GENERATE, streams=MessageEvent),
     Operation("post", "/v1/messages/count_tokens", "Count the tokens of a message's prompt",
