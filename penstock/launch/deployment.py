@@ -507,6 +507,10 @@ class Deployment:
             interactive=planned.drives_gpu,
         )
 
+    def _pid_of(self, name: str) -> int:
+        """0: it does not run."""
+        return next((keeper.child.pid or 0 for keeper in self._keepers if keeper.child.name == name), 0)
+
     async def _keep(self, keeper: Keeper) -> None:
         self._keepers.append(keeper)
         await keeper.start()
@@ -520,7 +524,7 @@ class Deployment:
         gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
         urls = {name: self._gateway_url(name) for name in gateways}
         cells = {planned.cell for planned in self._planned if planned.role == "worker"}
-        readiness = Readiness(workers, urls, self._board.ready, cells)
+        readiness = Readiness(workers, urls, self._board.ready, cells, self._pid_of)
         async with contextlib.AsyncExitStack() as stack:
             brokers = []
             for cell, subjects in enumerate(self._subjects):

@@ -100,10 +100,16 @@ class Readiness:
         gateways: the URL of each, by its name.
         ready: called once for each process that is.
         cells: numbers of those that gateways are to use; others may have no workers.
+        pid_of: the process of a worker: the lease of a killed one of the same name lasts for seconds. None: any.
     """
 
     def __init__(
-        self, workers: list[str], gateways: Mapping[str, str], ready: Callable[[str], None], cells: Collection[int] = ()
+        self,
+        workers: list[str],
+        gateways: Mapping[str, str],
+        ready: Callable[[str], None],
+        cells: Collection[int] = (),
+        pid_of: Callable[[str], int | None] = lambda worker: None,
     ) -> None:
         self.waiting = dict.fromkeys(gateways, "does not answer yet")
         self.waiting |= dict.fromkeys(workers, "is not registered yet")
@@ -111,12 +117,14 @@ class Readiness:
         self._gateways = gateways
         self._ready = ready
         self._cells = frozenset(cells)
+        self._pid_of = pid_of
 
     async def look(self, cells: Sequence[Bus]) -> None:
         """Ask once; processes that are ready are removed from ``waiting``."""
         for bus in cells:
             if missing := self._workers & self.waiting.keys():
-                for name in {each.name for each in await _registered(bus)} & missing:
+                found = {(each.name, each.pid) for each in await _registered(bus) if each.name in missing}
+                for name in {name for name, pid in found if self._pid_of(name) in (None, pid)}:
                     self._done(name)
         for name, url in self._gateways.items():
             if name not in self.waiting:

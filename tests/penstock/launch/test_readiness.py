@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.launch import readiness as module
 from penstock.launch.readiness import Readiness
+from penstock.schemas.fleet import Registration
 
 READY = b'{"status": "ready", "reasons": [], "components": [], "endpoints": []}'
 ONE_CELL = b'{"status": "ready", "reasons": [], "cells": {"1": "no router takes requests"}}'
@@ -60,3 +62,21 @@ async def test_a_gateway_is_ready_when_it_uses_every_cell_that_has_workers(
         readiness = Readiness([], {"gateway-0": url}, lambda name: None, cells)
         await readiness.look([cast(Any, None)])
     assert readiness.waiting.get("gateway-0") == waits
+
+
+async def test_a_worker_is_ready_when_its_own_process_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of one that was killed outlives it by seconds: a start within them has a namesake."""
+    found = [Registration("old", "m", "aggregated", "mock", 1, 32, 9, 1, 99, name="worker-0", pid=7)]
+
+    async def registered(bus: object) -> list[Registration]:
+        return found
+
+    monkeypatch.setattr(module, "registrations", registered)
+    ready: list[str] = []
+    readiness = Readiness(["worker-0"], {}, ready.append, pid_of={"worker-0": 8}.__getitem__)
+    await readiness.look([cast(Any, None)])
+    assert (ready, readiness.waiting) == ([], {"worker-0": "is not registered yet"})
+    found.append(Registration("new", "m", "aggregated", "mock", 2, 32, 9, 1, 99, name="worker-0", pid=8))
+    found.append(Registration("other", "m", "aggregated", "mock", 2, 32, 9, 1, 99, name="worker-of-others", pid=9))
+    await readiness.look([cast(Any, None)])
+    assert (ready, readiness.waiting) == (["worker-0"], {})
