@@ -31,6 +31,7 @@ class Priority(enum.StrEnum):
 _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 
 
+COMPLETION = "text"  # value of ``GenerateRequest.endpoint``
 EMBEDDING = "embedding"  # value of ``GenerateRequest.endpoint`` and ``output``
 RERANK = "rerank"  # values of ``GenerateRequest.endpoint``; their ``output`` is SCORE
 SCORE = "score"
@@ -46,7 +47,6 @@ ADAPTER = "adapter"
 # Named by requests that run as a fallback, and registered by workers that say so in the token stream.
 FALLBACK = "fallback"
 # Named by requests that carry their chat, and registered by workers whose servers take chats only.
-COMPLETION = "text"  # value of ``GenerateRequest.endpoint``: the answer continues the prompt's text
 CARRIED_CHAT = "chat"
 MARKS = CONSTRAINT_MARKS | {ADAPTER, FALLBACK, CARRIED_CHAT}  # names of logits processors that clients cannot use
 
@@ -277,6 +277,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     fell_back_at: int = 0  # its first attempt as this fallback
     chat: bytes = b""  # JSON: the chat and its options as the client gave them, with the mark CARRIED_CHAT; else b""
     interrupted_attempt: int = 0  # its attempt when its gateway stored it again, because the log had lost it; 0: never
+    prefilled: bool = False  # a chat whose answer continues the text of its last message
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer's text follows other text, so that the blank in front of its first word counts."""
+        return self.prefilled or self.endpoint == COMPLETION
 
     def without_texts(self, *, trace: Trace | None = None, fallbacks: tuple[Fallback, ...] = ()) -> "GenerateRequest":
         """This request without its client's text, with these instead of its own; processors keep their names."""

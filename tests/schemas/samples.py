@@ -697,6 +697,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         msgspec.structs.replace(REQUEST, origin="01982f4c-7c00-7abc-8def-001456789abc", resumes=True),
         requests.decode,
     ),
+    "request_that_continues_a_message": (msgspec.structs.replace(REQUEST, prefilled=True), requests.decode),
     "request_stored_again": (msgspec.structs.replace(REQUEST, interrupted_attempt=2), requests.decode),
     "request_that_ran_in_another_cell": (
         msgspec.structs.replace(REQUEST, ran_as="01982f4c-7c00-7abc-8def-001456789abc"),

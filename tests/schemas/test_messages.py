@@ -246,7 +246,7 @@ STAYS = {
 }
 STAYS |= {"priority", "no_store", "created_ns", "deadline_ns", "stops_shown", "echo", "unanswered"}
 STAYS |= {"user", "worker", "client_request_id", "repeats_poison", "watched", "api_key", "origin", "resumes", "ran_as"}
-STAYS |= {"fallback_after_s", "asked", "fallback", "fell_back_at", "interrupted_attempt"}
+STAYS |= {"fallback_after_s", "asked", "fallback", "fell_back_at", "interrupted_attempt", "prefilled"}
 
 
 def test_of_a_request_that_is_not_stored_no_field_but_these_stays() -> None:

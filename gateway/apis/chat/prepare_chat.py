@@ -271,6 +271,7 @@ def _prepared(
         constraint=options.wanted.constraint if options.wanted is not None else None,
         shown=_shown(body),
         api_key=context.api_key,
+        prefilled=isinstance(body, ChatCompletionRequest) and bool(body.continue_final_message),
         chat=carried_chat(body, _carried_limit(body, options.stop.max_tokens, context))
         if context.carries_chat and isinstance(body, ChatCompletionRequest)
         else b"",

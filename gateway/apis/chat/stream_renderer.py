@@ -24,7 +24,7 @@ from penstock.gateway.base.chat_objects import (
     serving_error,
 )
 from penstock.gateway.base.event_stream import COMMENT, DONE, error_event, invalid_event_id, parse_position
-from penstock.gateway.base.request_bodies import CHAT, COMPLETION
+from penstock.gateway.base.request_bodies import CHAT
 from penstock.infra.text.detokenizer import Detokenizer, TextStream
 from penstock.infra.text.parsers.delta_builder import CONTENT, Delta
 from penstock.infra.text.parsers.registry import answer_marks, parser_for, special_texts, text_stream
@@ -74,7 +74,7 @@ class ChoiceState:
         self._pending: list[Scored] = []
         self._measure: TextStream | None = None
         if request.sampling.logprobs is not None:
-            self._measure = detokenizer.stream(marks=special, continues=request.endpoint == COMPLETION)
+            self._measure = detokenizer.stream(marks=special, continues=request.continues)
 
     def show_marks(self) -> None:
         """Stop parsing: from now on, the tokens of marks have their own text again."""

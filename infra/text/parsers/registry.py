@@ -18,7 +18,7 @@ from penstock.infra.text.parsers.notation_calls import notation_calls, pythonic_
 from penstock.infra.text.parsers.reader import NONE, Marks
 from penstock.infra.text.parsers.tool_formats import ContentMarks, TextParameters, ToolFormat
 from penstock.schemas.fleet import Registration
-from penstock.schemas.requests import COMPLETION, GenerateRequest, Parsing, ThoughtTokens
+from penstock.schemas.requests import GenerateRequest, Parsing, ThoughtTokens
 
 _READERS = {"json": json_calls, "markup": markup_calls, "notation": notation_calls, "pythonic": pythonic_calls}
 _ID_CHARS = {"short": 9}  # of ids that the format does not write; else "call_" and 24
@@ -193,13 +193,13 @@ def text_stream(request: GenerateRequest, detokenizer: Detokenizer) -> TextStrea
     stop, special = request.stop, special_texts(request, detokenizer)
     if request.parsing is not None:
         shown = answer_marks(request.parsing, detokenizer).shown
-        return detokenizer.marked_stream({**special, **shown} if special else shown)
+        return detokenizer.marked_stream({**special, **shown} if special else shown, continues=request.continues)
     return detokenizer.stream(
         stop.strings,
         min_tokens=stop.min_tokens,
         stops_shown=request.stops_shown,
         marks=special,
-        continues=request.endpoint == COMPLETION,
+        continues=request.continues,
     )
 
 

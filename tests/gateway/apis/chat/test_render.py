@@ -14,6 +14,7 @@ from penstock.gateway.apis.chat.prepare_chat import prepare_chat, prepare_comple
 from penstock.gateway.apis.chat.stream_renderer import StreamRenderer
 from penstock.gateway.base.request_bodies import PrepareContext
 from penstock.infra.model.modeldir import ModelDir, load
+from penstock.infra.text.parsers.registry import ParserNames
 from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.requests import GenerateRequest, Shown
 from penstock.schemas.token_dedup import TokenReassembler
@@ -313,7 +314,7 @@ def test_special_tokens_are_text_if_they_are_asked_for(
             assert choice["logprobs"]["text_offset"][-1] == len(text)  # of the end token
 
 
-def test_a_completion_keeps_the_blank_behind_the_prompt_and_a_chat_begins_without_it(tmp_path: Path) -> None:
+def test_what_continues_a_text_keeps_the_blank_behind_it_and_a_chat_begins_without_one(tmp_path: Path) -> None:
     model = load(write(tmp_path, tokenizer=metaspace_json()))
     context = PrepareContext(model, ("tiny",), "gw1")
     ids = model.tokenizer.encode("keeps", add_special_tokens=False).ids
@@ -323,13 +324,15 @@ def test_a_completion_keeps_the_blank_behind_the_prompt_and_a_chat_begins_withou
         ("text", {}, " keeps"),
         ("text", {"echo": True}, "hi keeps"),
         ("chat", {}, "keeps"),
+        ("chat", {"continue_final_message": True}, " keeps"),
     ):
-        asked = request(context, endpoint, **options)
-        assert text_of(events(StreamRenderer(asked, model.detokenizer).push(items))) == text
-        collector = AnswerAggregator(asked, model.detokenizer)
-        collector.push(items)
-        choice = json.loads(collector.response())["choices"][0]
-        assert (choice["message"]["content"] if endpoint == "chat" else choice["text"]) == text
+        for parsers in (None, ParserNames("qwen3", "")) if endpoint == "chat" else (None,):
+            asked = request(context._replace(parsers=parsers), endpoint, **options)
+            assert text_of(events(StreamRenderer(asked, model.detokenizer).push(items))) == text
+            collector = AnswerAggregator(asked, model.detokenizer)
+            collector.push(items)
+            choice = json.loads(collector.response())["choices"][0]
+            assert (choice["message"]["content"] if endpoint == "chat" else choice["text"]) == text
 
 
 def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, context: PrepareContext) -> None:
