@@ -31,6 +31,7 @@ from penstock.gateway.apis.messages.bodies import (
     CLEAR_THINKING,
     CLEAR_TOOL_USES,
     LEFT_OUT,
+    MAX_TOOLS,
     SEARCHES_TOOLS,
     BlockSource,
     ContentBlock,
@@ -134,7 +135,7 @@ class MessagesConversation:
         Args:
             declared: those of the body.
         Raises:
-            ServingError: the conversation names a tool that there is not.
+            ServingError: the conversation names a tool that there is not, or offers too many.
         """
         tools = [(f"tools[{number}]", tool) for number, tool in enumerate(declared)]
         known = {tool.name for tool in declared} | self.defined.keys()
@@ -142,7 +143,10 @@ class MessagesConversation:
             if name not in known:
                 raise invalid(place, f"{place} {name[:80]!r} is not among the tools")
         tools = [each for each in tools if each[1].name not in self.defined] + list(self.defined.values())
-        return [(place, tool) for place, tool in tools if tool.name not in self.withdrawn]
+        tools = [each for each in tools if each[1].name not in self.withdrawn]
+        if len(tools) > MAX_TOOLS:
+            raise invalid("tools", f"messages and tools offer {len(tools)} tools; at most {MAX_TOOLS} are allowed")
+        return tools
 
     def _user(self, blocks: Sequence[ContentBlock], at: str) -> None:
         parts: list[ContentPart] = []
@@ -154,8 +158,10 @@ class MessagesConversation:
                 parts, places = [], []
                 if block.type == "tool_result":
                     self._tool_result(block, here)
+                elif isinstance(block.content, str | list):
+                    self.add(InputMessage("system", block.content), here)
                 else:
-                    self._system(block.content if isinstance(block.content, list) else (), f"{here}.content", here)
+                    raise invalid(f"{here}.content", f"{here}.content must be a text or a list of blocks")
             else:
                 parts.append(_part(block, here))
                 places.append(here)

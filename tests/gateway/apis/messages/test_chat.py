@@ -9,7 +9,7 @@ from penstock.gateway.apis.chat.bodies import ChatCompletionRequest, ChatMessage
 from penstock.gateway.apis.chat.prepare_chat import PreparedRequest
 from penstock.gateway.apis.chat.prompt import template_messages
 from penstock.gateway.apis.endpoints import ignored_options
-from penstock.gateway.apis.messages.bodies import parse_count, parse_message
+from penstock.gateway.apis.messages.bodies import MAX_TOOLS, parse_count, parse_message
 from penstock.gateway.apis.messages.objects import message_error
 from penstock.gateway.apis.messages.prepare_message import _edited, chat_of, count_message, prepare_message
 from penstock.schemas.errors import Code, ServingError
@@ -323,6 +323,25 @@ def test_a_change_of_tools_that_cannot_be_made_is_refused(block: dict[str, Any],
     with pytest.raises(ServingError) as refused:
         prepared(messages=[HI, {"role": "system", "content": [block]}], tools=[TOOL])
     assert refused.value.param == param
+
+
+def test_messages_offer_no_more_tools_than_a_body_may() -> None:
+    blocks = [define(f"made_{number}") for number in range(MAX_TOOLS)]
+    with pytest.raises(ServingError, match=f"{MAX_TOOLS + 1} tools; at most {MAX_TOOLS}"):
+        chat(messages=[HI, {"role": "system", "content": blocks}], tools=[TOOL])
+    blocks.append(change("tool_removal", "made_0"))
+    assert len(chat(messages=[HI, {"role": "system", "content": blocks}], tools=[TOOL]).tools or ()) == MAX_TOOLS
+
+
+def test_a_system_message_within_a_users_may_be_a_text_and_is_never_nothing() -> None:
+    def asked(**content: Any) -> list[ChatMessage]:
+        block = {"type": "mid_conv_system", **content}
+        return chat(messages=[HI, {"role": "user", "content": [block, {"type": "text", "text": "Go on."}]}]).messages
+
+    assert asked(content="Be brief.")[1] == ChatMessage("system", "Be brief.")
+    with pytest.raises(ServingError) as refused:
+        asked()
+    assert refused.value.param == "messages[1].content[0].content"
 
 
 def test_a_system_message_may_last_until_the_user_says_more() -> None:
