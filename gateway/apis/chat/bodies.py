@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, invalid, unsupported
+from penstock.gateway.base.request_bodies import CommonOptions, Name, decode_body, invalid, renamed, unsupported
 from penstock.gateway.grammars.calls import NO_PARAMETERS, Tool
 from penstock.infra.text.parsers.tool_formats import FUNCTION_NAME
+from penstock.schemas.errors import ServingError
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 CHOICES = "'none', 'auto', 'required', a function or allowed_tools"
@@ -475,8 +476,20 @@ def parse_chat(data: bytes) -> ChatCompletionRequest:
     if any(map(_may_reason, body.messages)):
         messages = [_with_reasoning(each) if _may_reason(each) else each for each in body.messages]
         body = msgspec.structs.replace(body, messages=messages)
-    check_chat(body)
+    try:
+        check_chat(body)
+    except ServingError as error:
+        raise as_written(error, body) from None
     return body
+
+
+def as_written(error: ServingError, body: ChatCompletionRequest) -> ServingError:
+    """The error with the client's names of the fields, if the body has ``functions`` in place of tools."""
+    if not body.functions:
+        return error
+    places = {f"tools[{number}].function": f"functions[{number}]" for number in range(len(body.functions))}
+    choice = {"tool_choice": "function_call"} if body.function_call is not None else {}
+    return renamed(error, {"tools": "functions", **places, **choice})
 
 
 def _with_functions(body: ChatCompletionRequest) -> ChatCompletionRequest:
@@ -490,13 +503,16 @@ def _with_functions(body: ChatCompletionRequest) -> ChatCompletionRequest:
         elif message.role == "function" and call:
             message = msgspec.structs.replace(message, role="tool", tool_call_id=call)
         messages.append(message)
-    body = msgspec.structs.replace(body, messages=messages)
-    if not body.functions:
-        return body
-    if body.tools:
+    body, choice = msgspec.structs.replace(body, messages=messages), body.function_call
+    if body.functions and body.tools:
         raise invalid("functions", "functions is the older form of tools, and excludes them; leave it out")
-    choice = body.function_call
-    if isinstance(choice, dict):
+    if not body.functions:
+        if choice not in (None, "none", "auto"):
+            raise invalid("function_call", "function_call requires a call, and the request has no functions")
+        return body
+    if choice is None:
+        choice = body.tool_choice
+    elif isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     tools = [{"type": "function", "function": each} for each in body.functions]
     return msgspec.structs.replace(body, tools=tools, tool_choice=choice, parallel_tool_calls=False)

@@ -16,6 +16,7 @@ from penstock.gateway.apis.chat.bodies import (
     CompletionRequest,
     TextOptions,
     TranslatedChat,
+    as_written,
     check_chat,
     parse_chat,
     parse_completion,
@@ -127,11 +128,14 @@ def prepare_chat(
     if not isinstance(body, ChatCompletionRequest):
         body = parse_chat(body)
     context.check_model(body.model)
-    shown = shown_as_text(body, context) if context.carries_chat else body
-    prompt = truncated(chat_prompt(shown, context), body, context)
-    options = resolve_options(
-        body, prompt.tokens, prompt.min_tokens, context, seed
-    )  # before media are fetched for an invalid body
+    try:
+        shown = shown_as_text(body, context) if context.carries_chat else body
+        prompt = truncated(chat_prompt(shown, context), body, context)
+        options = resolve_options(
+            body, prompt.tokens, prompt.min_tokens, context, seed
+        )  # before media are fetched for an invalid body
+    except ServingError as error:
+        raise as_written(error, body) from None
     if prompt.media:
         deadline_s = resolve_deadline_s(body, context.default_deadline_s)
         no_store = context.no_store or bool(body.no_store)

@@ -79,7 +79,7 @@ async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient, client: op
         ({"user": "u" * 257}, "user", "256"),
         ({"worker": "nobody"}, None, "unknown_worker"),
         ({"functions": [{"name": "f"}], "tools": [{"function": {"name": "f"}}]}, "functions", "excludes"),
-        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "tool_choice", "'g'"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "function_call names 'g'"),
     ],
     ids=str,
 )

@@ -86,6 +86,34 @@ def test_functions_are_called_in_the_form_that_openai_had_before_tools(demo: Pre
     assert events[-1]["finish_reason"] == "function_call"
 
 
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"functions": [TOOL["function"]], "function_call": {"name": "g"}}, "function_call"),
+        ({"functions": [TOOL["function"]], "function_call": "always"}, "function_call"),
+        ({"functions": [TOOL["function"], {"name": "a b"}]}, "functions[1].name"),
+        ({"functions": [TOOL["function"]], "function_call": {}}, "function_call"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tools": [TOOL], "function_call": {"name": "get_weather"}}, "function_call"),
+    ],
+)  # fmt: skip
+def test_errors_in_functions_have_the_clients_names(demo: PrepareContext, options: Any, param: str) -> None:
+    with pytest.raises(ServingError) as refused:
+        request(demo, **{"tools": None, **options})
+    assert refused.value.param == param
+    assert param in refused.value.message
+
+
+def test_a_call_that_no_parser_reads_is_refused_under_the_clients_name(demo: PrepareContext) -> None:
+    for options, param in (
+        ({"functions": [TOOL["function"]], "function_call": {"name": "get_weather"}}, "function_call"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ):
+        with pytest.raises(ServingError) as refused:
+            request(demo._replace(parsers=None), **{"tools": None, **options})
+        assert refused.value.param == param
+
+
 def answer(model: ModelDir, text: str, finish: Finish = STOP, *, logprobs: bool = False) -> list[TokenItem]:
     ids = model.tokenizer.encode(text, add_special_tokens=False).ids
     return [
