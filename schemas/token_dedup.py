@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.schemas.errors import Code
-from penstock.schemas.tokens import ANOTHER_MODEL, COUNTS, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
+from penstock.schemas.tokens import ANOTHER_MODEL, COUNTS, FAILURES, PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 DIFFERS = Finish(
     "error",
@@ -32,11 +32,14 @@ class _ChoiceCursor:
         self.since: bytearray | None = None  # packed tokens from ``fenced_at`` on; None: no attempt followed another
 
     def differs(self, item: TokenItem) -> bool:
-        """Whether an item repeats tokens that were returned since a fence, and has other ones."""
+        """Whether an item has other tokens than were returned since a fence, or ends a whole answer before these do."""
         if self.since is None:
             return False
-        start = max(item.first, self.fenced_at)
-        end = min(item.first + (len(item.tokens) >> 2), self.position)
+        start, end = max(item.first, self.fenced_at), item.first + (len(item.tokens) >> 2)
+        ends = item.finish is not None and item.finish.reason not in FAILURES
+        if ends and self.since and end < self.position:
+            return True
+        end = min(end, self.position)
         repeated = item.tokens[4 * (start - item.first) : 4 * (end - item.first)] if start < end else b""
         return repeated != self.since[4 * (start - self.fenced_at) :][: len(repeated)]
 
@@ -113,7 +116,7 @@ class TokenReassembler:
                 return ()
             for choice in self._choices:
                 choice.early.clear()
-                if self.attempt >= 0 and choice.since is None:
+                if choice.since is None and item.attempt > 1:  # also if nothing came of the attempts before
                     choice.fenced_at, choice.since = choice.position, bytearray()
             self.attempt = item.attempt
             if self._prompt is not None:

@@ -236,21 +236,25 @@ def test_a_terminal_event_completes_what_came_before_it_once_and_without_a_hole(
     assert [due for late in [*streamed, item(0, [0, 10], attempt=3)] for due in fold.push(late)] == []
 
 
-@given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 4), st.sampled_from(["same", "other"]), st.booleans())
+@given(
+    st.integers(0, 4), st.integers(0, 4), st.integers(0, 6), st.sampled_from(["same", "other"]), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
 def test_the_record_of_a_revoked_attempt_never_continues_another_text(
-    before: int, after: int, rest: int, text: str, later: bool
+    before: int, after: int, own: int, text: str, later: bool, silent: bool
 ) -> None:
     """Its worker stored the end while the next attempt already streamed: parts of two texts would be one answer."""
-    first = [10 * position for position in range(before + after + rest)]
-    second = [token + (text == "other") for token in first[before : before + after]]
+    before = 0 if silent else before  # then nothing of the revoked attempt was stored but its record
+    first = [10 * position for position in range(before + own)]
+    second = [10 * position + (text == "other") for position in range(before, before + after)]
     fold = TokenReassembler()
-    pushed = [item(0, first[:before]), fence(2), item(before, second, attempt=2)]
+    pushed = [*([] if silent else [item(0, first[:before])]), fence(2), item(before, second, attempt=2)]
     shown = read(fold, [*pushed, fence(3)] if later else pushed).get(0, [])
     record = Done("r", "m", 1, choices=(Outcome(pack_tokens(first), "stop"),))
     rests = fold.conclude(done.items(record))
     answer = shown + [token for due in rests for token in unpack_tokens(due.tokens)]
     ends = [due.finish for due in rests if due.finish is not None]
-    if second == first[before : before + after]:
+    if second == first[before : before + after]:  # else they are others, or more
         assert (answer, [end.reason for end in ends]) == (first, ["stop"])
     else:
         assert (answer, [end.code for end in ends]) == (first[:before] + second, ["worker_lost"])
