@@ -69,15 +69,16 @@ class BrokerClock:
         Args:
             stream: one that this user may see: the server's description of it says when it was made.
         """
-        await self._ask(nc, stream)
+        await self.ask(nc, stream)
         tasks.spawn(self._keep_asking(nc, stream), name="clock")
 
     async def _keep_asking(self, nc: BusClient, stream: str) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            await self._ask(nc, stream)
+            await self.ask(nc, stream)
 
-    async def _ask(self, nc: BusClient, stream: str) -> None:
+    async def ask(self, nc: BusClient, stream: str) -> None:
+        """Ask once, as ``follow`` does. Without an answer within 2 s, the last one holds."""
         asked_ns = self._local()
         try:
             reply = await nc.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=ASK_S)

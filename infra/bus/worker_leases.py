@@ -1,6 +1,6 @@
 """The registered workers: the ``workers`` bucket as a live table. Each lease is timed by this process's clock.
 
-They are read once with ``registrations``, routers with ``routers``.
+They are read once with ``registrations``, routers with ``routers``: by the broker's clock.
 """
 
 import re
@@ -56,7 +56,8 @@ async def routers(bus: Bus) -> list[Member]:
 
 
 async def _live(bus: Bus, bucket: str, decode: Callable[[bytes], T]) -> list[T]:
-    name, now_ns, found = bus.subjects.bucket(bucket), time.time_ns(), []
+    await bus.clock.ask(bus.nc, bus.subjects.awaited)  # by this machine's, if it is ahead, all leases would be over
+    name, now_ns, found = bus.subjects.bucket(bucket), bus.clock.now_ns(), []
     async for entry in read(bus, f"KV_{name}", f"$KV.{name}.>"):
         if entry.data and now_ns - entry.time_ns < STALE_NS:  # else the marker of a lease that ended
             try:

@@ -1,10 +1,12 @@
 """The live table of workers, on a real nats-server, with a clock that the test moves."""
 
+import time
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
 
+from penstock.infra.bus.clock import BrokerClock, steady_ns
 from penstock.infra.bus.connection import Bus
 from penstock.infra.bus.worker_leases import RENEWED_S, RegisteredWorker, WorkerRegistry, registrations
 from penstock.infra.nats_server.server import EmbeddedNats
@@ -256,3 +258,15 @@ async def test_of_those_that_are_read_once_the_ended_and_the_unreadable_are_left
     for worker in ("w-10", "w-2"):
         await register(bus, worker)
     assert [each.worker for each in await registrations(bus)] == ["w-10", "w-2"], "they have no names: by id"
+
+
+async def test_leases_are_read_by_the_brokers_clock(
+    broker: EmbeddedNats, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`up` would never see its workers on a broker elsewhere, if this machine's clock is a few seconds ahead."""
+    ahead = time.time_ns() - steady_ns() + int(60e9)
+    async with opened(broker, pipeline) as bus:
+        await register(bus, "w")
+        bus.clock = BrokerClock(lambda: steady_ns() + ahead)
+        monkeypatch.setattr(time, "time_ns", lambda: steady_ns() + ahead)
+        assert [each.worker for each in await registrations(bus)] == ["w"]
