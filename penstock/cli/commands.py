@@ -344,6 +344,7 @@ def _work_in_child() -> None:
     status of its own children from those who wait for it. Signals are passed on: Linux ends the first process by none
     that it does not handle. The exit status is the child's, or 128 and its signal.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, no end of a child would be reported
     every = signal.valid_signals()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, every)
     worker = os.fork()

@@ -394,8 +394,9 @@ def test_the_first_process_of_a_container_ends_on_a_signal_while_it_fetches_a_mo
 
 
 _ADOPTING = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from penstock.cli import commands
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as what starts a container may leave it
 def work():
     orphan = int(subprocess.run(["sh", "-c", "sleep 0.1 >&2 & echo $!"], stdout=subprocess.PIPE, check=True).stdout)
     try:
