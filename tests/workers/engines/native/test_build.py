@@ -103,7 +103,7 @@ def test_the_number_of_blocks_follows_the_fraction(fraction: float, beside: int)
         patch.setattr(pool_module, "free_bytes", lambda device: 1000)
         for device in ("cpu", "cuda"):
             found = pool_module.blocks_that_fit(10, 50, torch.device(device), fraction, beside=beside)
-            assert found == int(max(0, 1000 - beside) * fraction) // 10
+            assert found == int((1000 - min(beside, 500)) * fraction) // 10
 
 
 def test_a_gpus_pool_leaves_memory_for_logits_and_transfers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +127,8 @@ def test_a_gpus_pool_leaves_memory_for_logits_and_transfers(llama: Path, monkeyp
     block = model.shape.block_bytes(32, model.dtype)
     assert taken == [int(((8 << 30) - alone) * 0.85) // block, int(((8 << 30) - alone - (1 << 28)) * 0.85) // block, 7]
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 1 << 30)
-    with pytest.raises(EngineError, match=r"beside \d{4} MiB for logits and transfers; .*max_running"):
-        pools.make_pools(huge, options, 512, hybrid=False)
+    pools.make_pools(huge, options, 512, hybrid=False)
+    assert taken[-1] == int((1 << 29) * 0.85) // block, "a model that fits starts also where that is too much to leave"
 
 
 @pytest.mark.parametrize(

@@ -198,9 +198,11 @@ def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: 
     Args:
         wanted: blocks of one sequence as long as the model takes.
         share: of free memory, which then decides alone; 0: as above.
-        beside: bytes that something else will take.
+        beside: bytes that something else may take, at most. They are left as far as they are half of what is free: on
+            a small GPU, a few sequences run, and take less.
     """
-    free = max(0, free_bytes(device) - beside)
+    free = free_bytes(device)
+    free -= min(beside, free // 2)
     if share:
         return int(free * share) // block_bytes
     if device.type == "cuda":

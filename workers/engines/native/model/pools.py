@@ -177,17 +177,19 @@ def make_pools(
     block_bytes += draft_bytes
     group = model.group
     shares = group.size if group is not None and model.device.type == "cpu" else 1  # ranks that share one memory
-    beside = beside_bytes(model, options, draft)
     blocks = options.kv_blocks or blocks_that_fit(
-        block_bytes * shares, -(-model_len // size), model.device, options.kv_memory_fraction, beside=beside
+        block_bytes * shares,
+        -(-model_len // size),
+        model.device,
+        options.kv_memory_fraction,
+        beside=beside_bytes(model, options, draft),
     )
     if group is not None:
         blocks = group.least(blocks, model.device)
     if blocks < 1:
         raise EngineError(
-            f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}, beside "
-            f"{beside >> 20} MiB for logits and transfers; set kv_blocks, raise kv_memory_fraction, lower block_size "
-            "or max_running, or use a smaller model or dtype"
+            f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}; "
+            "set kv_blocks, raise kv_memory_fraction, lower block_size, or use a smaller model or dtype"
         )
     layers = sliding_layers(model.windows, model_len) if hybrid else None
 
