@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import stat
 import sys
 from pathlib import Path
@@ -69,16 +70,19 @@ def clear_shared_memory(folder: Path) -> None:
     """Remove this user's files in a folder, as processes that were killed leave shared memory there.
 
     A pod's /dev/shm outlives its containers. Without this, each crash takes from what it may hold, until no engine
-    starts in it. Folders are not of engines: ``--weights-staging`` may be there.
+    starts in it. Folders are not of engines: ``--weights-staging`` may be there. What a process that is seen here maps
+    stays, as another worker's.
     """
-    files = size = 0
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            about = entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
-                    files, size = files + 1, size + about.st_blocks * 512
+    mapped, files, size = set[str](), 0, 0
+    for each in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # of another user, or ended
+            mapped.update(re.findall(rf"{re.escape(str(folder))}/.*", each.read_text(errors="replace")))
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may remove it, too
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and str(path) not in mapped:
+                path.unlink()
+                files, size = files + 1, size + about.st_blocks * 512
     if files:
         log.warning("shared_memory_cleared", folder=str(folder), files=files, bytes=size)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -417,10 +418,11 @@ def test_shared_memory_that_a_killed_engine_left_is_removed_and_folders_are_not(
     (tmp_path / "penstock").mkdir()
     (tmp_path / "penstock" / "staged").write_bytes(b"2")
     (tmp_path / "link").symlink_to(tmp_path / "penstock" / "staged")
-    with capture_logs() as logged:
+    (tmp_path / "psm of another").write_bytes(b"3")
+    with (tmp_path / "psm of another").open("r+b") as used, mmap.mmap(used.fileno(), 1), capture_logs() as logged:
         clear_shared_memory(tmp_path)
         clear_shared_memory(tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "penstock"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "penstock", "psm of another"]
     assert (tmp_path / "penstock" / "staged").exists()
     assert [(each["event"], each["files"]) for each in logged] == [("shared_memory_cleared", 2)]
 
