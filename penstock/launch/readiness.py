@@ -100,7 +100,8 @@ class Readiness:
         gateways: the URL of each, by its name.
         ready: called once for each process that is.
         cells: numbers of those that gateways are to use; others may have no workers.
-        pid_of: the process of a worker: the lease of a killed one of the same name lasts for seconds. None: any.
+        pid_of: the process of a worker: the lease of a killed one of the same name lasts for seconds. None: any;
+            so is a registration that does not say its process.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Readiness:
         for bus in cells:
             if missing := self._workers & self.waiting.keys():
                 found = {(each.name, each.pid) for each in await _registered(bus) if each.name in missing}
-                for name in {name for name, pid in found if self._pid_of(name) in (None, pid)}:
+                for name in {name for name, pid in found if not pid or self._pid_of(name) in (None, pid)}:
                     self._done(name)
         for name, url in self._gateways.items():
             if name not in self.waiting:
