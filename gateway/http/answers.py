@@ -123,7 +123,7 @@ class GenerationEndpoint:
             body = await asgi.read_body(scope, receive, gateway.settings.max_body_bytes)
             await gateway.turns.enter()
             gateway.metrics.request_bytes.inc(len(body))
-            unapplied = gateway.fleet.unapplied_by(body)
+            unapplied = gateway.fleet.unapplied_by(body, caller_of(scope))
             ignored = await gateway.run_for(body, ignored_options, self._endpoint, body, unapplied)
             if ignored:
                 send = asgi.with_header(send, IGNORED_OPTIONS, listed(ignored).encode())

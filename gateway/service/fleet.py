@@ -432,14 +432,18 @@ class FleetView:
         model = self._named(name)
         return model.name if model is not None else name if name in self._apart else ""
 
-    def unapplied_by(self, body: bytes) -> Unapplied:
-        """Options that the body's model or a worker of it does not apply."""
+    def unapplied_by(self, body: bytes, caller: Caller = ANYONE) -> Unapplied:
+        """Options that the body's model or its workers do not apply. None of a model that the caller may not name."""
         if self._ignored is None:
             self._ignored = any(model.ignored_options for model in self._models.values())
         if not self._ignored and MAY_BE_UNAPPLIED(body) is None:
             return {}
-        model = self._only or self._models.get(self.name_in(body))
-        return model.unapplied if model is not None else {}
+        if self._only is not None and not caller.models:
+            return self._only.unapplied
+        try:
+            return self._chosen(named_in(body), caller).unapplied
+        except ServingError:
+            return {}
 
     def workers(self) -> list[tuple[fleet.Registration, str]]:
         """All workers, by name, each with why it takes no requests of this gateway; "": it takes them."""

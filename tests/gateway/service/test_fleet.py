@@ -246,6 +246,10 @@ async def test_what_a_caller_may_not_use_is_neither_read_nor_named(learner: Flee
     nothing = await refused(learner, "", Caller("acme", "acme", models=["else"]))
     assert nothing.code is Code.model_not_found
     assert "demo" not in nothing.message
+    await learner.context_for("demo", ANYONE)  # another caller uses it
+    for name, unapplied in (("small", True), ("demo", False), ("nosuch", False)):
+        body = b'{"model": "%b", "reasoning_effort": "low"}' % name.encode()
+        assert bool(learner.unapplied_by(body, own)) is unapplied, "what its options do tells of a model, too"
 
 
 async def test_the_canonical_name_of_a_model_goes_before_another_ones_alias(learner: FleetView) -> None:
