@@ -128,7 +128,7 @@ AHEAD_S, LEAD_S, MOST_LEAD_S = 0.0003, 0.002, 0.05
 LEAD_SHARE, LATE_S = 0.1, 0.0005
 LEAST_WAIT_S = 0.001  # below, it is not worth a wait
 # How long the device may be idle for a request that is expected, before it is launched, and how late that may be.
-# Otherwise the request would wait for a whole step.
+# Otherwise the request would wait for a whole step: never for longer than that takes.
 MOST_IDLE_S, EXPECTED_LATE_S = 0.004, 0.0015
 MOST_STEP_S = 0.25  # above, the process or the device was stalled
 
@@ -466,7 +466,8 @@ class EngineLoop:
         if now < self._plan_at:
             return self._plan_at - now
         if self._ends_at and self._expected:
-            latest = self._ends_at + MOST_IDLE_S + (EXPECTED_LATE_S if self._held else 0.0)
+            idle_s = min(MOST_IDLE_S, self._step_s)
+            latest = self._ends_at + idle_s + (EXPECTED_LATE_S if self._held else 0.0)
             until = max((at for at in self._expected.values() if at <= latest), default=0.0) + EXPECTED_LATE_S
             if now < until:
                 self._held, self._waits_from = True, self._waits_from or now

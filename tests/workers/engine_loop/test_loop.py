@@ -445,6 +445,23 @@ def test_a_step_waits_for_a_request_that_is_expected_within_milliseconds() -> No
     assert made.steps > steps
 
 
+def test_a_short_step_waits_for_no_request_that_is_expected_after_it_could_have_ended() -> None:
+    """The device would be idle for longer than the request would wait for the step."""
+    at = Ahead(0.003, 0.0002)
+    at.until(80)
+    made, loop = at.made, at.loop
+    assert loop._step_s < MOST_IDLE_S
+    steps = made.steps
+    loop.expect("request", loop._ends_at - made.now + (loop._step_s + MOST_IDLE_S) / 2)
+    at.pause()
+    assert made.steps > steps
+    at.until(made.steps + 1)
+    steps, within_s = made.steps, loop._ends_at - made.now + loop._step_s / 2
+    loop.expect("request", within_s)
+    assert at.pause() == pytest.approx(within_s + EXPECTED_LATE_S)
+    assert made.steps == steps
+
+
 def test_a_step_that_is_planned_immediately_waits_for_an_expected_request_too() -> None:
     """The device computes meanwhile."""
     at = Ahead(0.006, 0.0055)
