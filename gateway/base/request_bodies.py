@@ -192,11 +192,19 @@ def decode_body(decode: Any, data: bytes) -> Any:
 def _with_whole_numbers(data: bytes) -> bytes:
     """A body whose options are 2 where they were 2.0, as clients write it whose language has one kind of numbers."""
     body = decode_json(msgspec.json.decode, data)
-    for options in (body, body.get("options")) if isinstance(body, dict) else ():
+    for options in (body, *map(body.get, _OPTIONS)) if isinstance(body, dict) else ():
         if isinstance(options, dict):
-            found = [(name, n) for name, n in options.items() if isinstance(n, float) and abs(n) < 1 << 53]
-            options.update((name, int(n)) for name, n in found if n.is_integer())
+            options.update((name, _whole(value)) for name, value in options.items())
     return msgspec.json.encode(body)
+
+
+_OPTIONS = ("options", "thinking", "reasoning")  # fields whose own fields may be whole numbers
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
+        return int(value)
+    return [*map(_whole, value)] if isinstance(value, list) else value
 
 
 def _violation(text: str) -> ServingError:

@@ -1,6 +1,7 @@
 """Bodies of requests as JSON."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,6 +43,10 @@ class Options(msgspec.Struct):
     n: int | None = None
     top_p: float = 1.0
     options: dict[str, int] = {}
+    thinking: dict[str, int] = {}
+    stop_token_ids: list[int] = []
+    prompt: list[list[int]] = []
+    schema: dict[str, Any] = {}
 
 
 def test_a_whole_number_may_be_written_as_a_float() -> None:
@@ -50,7 +55,12 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
         2, 0.5, {"num_predict": -1}
     )
     assert decode_body(options, b'{"n": 3e2, "top_p": 1.0}') == Options(300)
-    for body in (b'{"n": 2.5}', b'{"n": 1e300}', b'{"n": "2.0"}', b'{"n": [2.0]}', b"[2.0]", b"2.0"):
+    lists = b'"stop_token_ids": [2.0], "prompt": [[1.0, 2]], "schema": {"maximum": 1.0}'
+    whole = decode_body(options, b'{"thinking": {"budget_tokens": 1024.0}, %b}' % lists)
+    assert (whole.thinking, whole.stop_token_ids, whole.prompt) == ({"budget_tokens": 1024}, [2], [[1, 2]])
+    assert isinstance(whole.schema["maximum"], float), "what is no option stays as it is"
+    wrong = (b'{"n": 2.5}', b'{"n": 1e300}', b'{"n": "2.0"}', b'{"n": [2.0]}', b'{"stop_token_ids": [2.5]}')
+    for body in (*wrong, b"[2.0]", b"2.0"):
         with pytest.raises(ServingError) as refused:
             decode_body(options, body)
-        assert refused.value.param in ("n", None)
+        assert refused.value.param in ("n", "stop_token_ids[0]", None)
