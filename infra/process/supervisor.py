@@ -199,22 +199,24 @@ class Keeper:
             await asyncio.gather(beside, return_exceptions=True)
 
     async def _ended(self) -> int:
-        """The child's exit status, once it has one; a child at a standstill is killed."""
+        """The child's exit status, once it has one; a child at a standstill is killed.
+
+        A standstill is measured in checks: when this process was stopped, too, its clock says nothing about the child.
+        """
         ended = asyncio.ensure_future(self.child.wait())
-        moved = time.monotonic()
+        stood_s = 0.0
         while True:
             await asyncio.wait([ended], timeout=LOOK_S if self._standstill_s is not None else None)
             if ended.done():
                 return ended.result()
-            now, pid = time.monotonic(), self.child.pid
-            if pid is None or not is_stopped(pid):
-                moved = now
-            elif self._standstill_s is not None and now - moved > self._standstill_s:
+            pid = self.child.pid
+            stood_s = stood_s + LOOK_S if pid is not None and is_stopped(pid) else 0.0
+            if self._standstill_s is not None and stood_s > self._standstill_s:
                 log.warning(
                     "process_at_a_standstill", name=self.child.name, seconds=self._standstill_s, action="killed"
                 )
                 self.child.kill()
-                moved = now
+                stood_s = 0.0
 
     async def _restart(self) -> bool:
         self._began = time.monotonic()

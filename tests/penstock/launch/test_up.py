@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,9 @@ from penstock.configs.flags import parse
 from penstock.configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
 from penstock.configs.up_settings import UpSettings
 from penstock.infra.nats_server.datadir import DataDirBusy
+from penstock.infra.process import supervisor
 from penstock.infra.process.child import Process, bound_log
-from penstock.infra.process.supervisor import RESUME, Keeper, RestartBackoff
+from penstock.infra.process.supervisor import RESUME, Keeper, RestartBackoff, is_stopped
 from penstock.launch import deployment
 from penstock.launch.deployment import Deployment, UpFailed
 from penstock.launch.groups import fleet_of
@@ -263,15 +265,13 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         "from tests.penstock.launch.test_up import fake;"
         "asyncio.run(Deployment(UpSettings(data_dir=sys.argv[1], http_port=0), command=fake).run())"
     )
-    supervisor = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, str(tmp_path), stderr=subprocess.DEVNULL
-    )
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(tmp_path), stderr=subprocess.DEVNULL)
     path = tmp_path / "state.json"
     await eventually(lambda: path.exists() and read_state(path).model)
     pids = [process.pid for process in read_state(path).processes if process.pid]
     assert all(alive(pid) for pid in pids)
-    supervisor.kill()
-    await supervisor.wait()
+    killed.kill()
+    await killed.wait()
     await eventually(lambda: not any(alive(pid) for pid in pids))
 
 
@@ -472,6 +472,31 @@ async def test_a_child_at_a_standstill_is_killed_and_started_again_if_it_must_no
     os.kill(first, signal.SIGSTOP)
     await eventually(lambda: keeper.child.pid not in (None, first))
     assert keeper.last_status == -signal.SIGKILL
+    await keeper.stop(timeout_s=5)
+
+
+async def test_a_child_that_stood_still_with_its_supervisor_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a whole machine is stopped, and continues one process after the other."""
+    looked: list[bool] = []
+
+    def look(pid: int) -> bool:
+        looked.append(is_stopped(pid))
+        return looked[-1]
+
+    monkeypatch.setattr(supervisor, "is_stopped", look)
+    keeper = Keeper(process(tmp_path, "import signal; signal.pause()"), standstill_s=0.5)
+    await keeper.start()
+    await eventually(lambda: looked)
+    first = keeper.child.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    time.sleep(1.0)  # noqa: ASYNC251 - it stands still, too
+    await eventually(lambda: any(looked))
+    os.kill(first, signal.SIGCONT)
+    await eventually(lambda: looked[-1:] == [False])
+    assert keeper.child.pid == first
     await keeper.stop(timeout_s=5)
 
 
