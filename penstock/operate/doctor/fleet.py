@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections import defaultdict
@@ -43,6 +44,7 @@ LOST_WITHIN_NS = 7 * 86_400_000_000_000  # how old a gateway's entry may be that
 LONG_STEP_MS = 1_000
 UNREAD_S = 30.0  # requests wait, and no router has taken one for so long
 LOOK_S = 1.0
+RECONNECT_S = 5.0  # within which routers take requests again after the broker's start
 FREE = 0.01  # of a GPU's memory: the next allocation may fail
 UNUSED_BYTES = 1 << 30  # a CUDA context takes about half of that
 BUSY_PERCENT = 50  # of a GPU whose workers have nothing to do
@@ -276,7 +278,8 @@ async def _routers(bus: Bus) -> list[CheckResult]:
         text = "no router takes requests" + (f"; {unread} wait" if unread else "")
         return [problem("router", text, "start one: `penstock router`")]
     if untaken_s:
-        text = f"{counted(unread, 'request')} unread: routers have taken none of a class for {span(untaken_s * 1e3)}"
+        since = "since the broker started" if untaken_s == math.inf else f"for {span(untaken_s * 1e3)}"
+        text = f"{counted(unread, 'request')} unread: routers have taken none of a class {since}"
         fix = (
             "add workers if routers hold as many as they may (`penstock top`); if not, look in their logs for "
             "`pull_refused` and `pull_failed`, and restart them"
@@ -289,20 +292,20 @@ async def _routers(bus: Bus) -> list[CheckResult]:
 async def _untaken_s(bus: Bus, info: dict[str, Any]) -> float:
     """For how long a consumer has delivered nothing although messages wait, if longer than ``UNREAD_S``; else 0.
 
-    The messages themselves are not looked at: a viewer may not read them.
+    Infinity: it has delivered nothing since the broker started. The messages themselves are not looked at: a viewer may
+    not read them.
     """
     if not info["num_pending"]:
         return 0.0
     label = f"{info['stream_name']}.{info['name']}"
-    state = (await request(bus.nc, f"STREAM.INFO.{info['stream_name']}", {}))["state"]
-    last = info["delivered"].get("last_active") or state["last_ts"]
-    untaken_s = (bus.clock.now_ns() - parse_time(last)) / 1e9
+    last = info["delivered"].get("last_active")
+    untaken_s = (bus.clock.now_ns() - parse_time(last or info["created"])) / 1e9
     if untaken_s <= UNREAD_S:
         return 0.0
-    await asyncio.sleep(LOOK_S)  # what has come just now, after a pause, is delivered meanwhile
+    await asyncio.sleep(LOOK_S if last else RECONNECT_S)  # what has come just now is delivered meanwhile
     later = await existing_info(bus.nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
     stands = later is not None and later["delivered"]["stream_seq"] == info["delivered"]["stream_seq"]
-    return untaken_s if stands else 0.0
+    return 0.0 if not stands else untaken_s if last else math.inf
 
 
 def check_workers(workers: Sequence[Registration]) -> list[CheckResult]:

@@ -114,11 +114,16 @@ async def test_requests_that_no_router_takes_although_some_run_are_named(
     asks = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.router-interactive"  # and nobody takes those of class standard
     await nc.subscribe(inbox := nc.new_inbox())
     await nc.publish(asks, pull_request(1), reply=inbox)
+    monkeypatch.setattr(fleet, "RECONNECT_S", 0.0)
     await clients.ask(request())
     assert (await finding(clients)).status is CheckStatus.ok, "it has not waited for long"
-    monkeypatch.setattr(fleet, "UNREAD_S", 0.0)
+    first = time.monotonic()
+    await eventually(lambda: time.monotonic() - first > 1.0)
+    await clients.ask(request())  # also while others come
+    monkeypatch.setattr(fleet, "UNREAD_S", 1.0)
     found = await finding(clients)
-    assert (found.status, found.what[:30]) == (CheckStatus.problem, "1 request unread: routers have")
+    text = "2 requests unread: routers have taken none of a class since the broker started"
+    assert (found.status, found.what) == (CheckStatus.problem, text)
 
 
 async def test_a_router_on_a_machine_whose_clock_is_ahead_reads_every_request(
