@@ -241,7 +241,7 @@ def test_a_stopped_peer_that_holds_all_parts_holds_up_others_for_half_a_second(w
     assert len(world.transfers._staging["cpu", 0]) == 1, "a new agent has one"
 
 
-@pytest.mark.parametrize("short", ["memory", "buffers"])
+@pytest.mark.parametrize("short", ["memory", "memory for parts as large as the first buffer's", "buffers"])
 def test_reads_for_which_stopped_peers_leave_no_part_fail_long_before_their_deadline(
     world: World, monkeypatch: pytest.MonkeyPatch, short: str
 ) -> None:
@@ -250,8 +250,17 @@ def test_reads_for_which_stopped_peers_leave_no_part_fail_long_before_their_dead
         world.network.stall(each)
     holding = [world.read(timeout=5.0), world.read(timeout=5.0)]
     now = world.run(0.0, staging.STUCK_S + 0.1)
-    if short == "memory":
-        monkeypatch.setattr(staging, "_CpuCopier", no_memory)
+    if short.startswith("memory"):
+        make, (made,) = staging._CpuCopier, world.transfers._staging["cpu", 0]
+
+        def full(device: int, part_bytes: int) -> Any:
+            return (
+                no_memory(device, part_bytes)
+                if short == "memory" or part_bytes >= made.part_bytes
+                else make(device, part_bytes)
+            )
+
+        monkeypatch.setattr(staging, "_CpuCopier", full)
         reason = "no buffer of"
     else:
         holding += [world.read("other", timeout=5.0, now=now) for _ in range(2)]
