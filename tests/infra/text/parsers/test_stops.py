@@ -84,7 +84,7 @@ def test_streamed_and_whole_and_taken_over_in_between_they_end_at_the_same_token
     tokens = cut(text, places)
     streamed = read(reader(parsing, *stops, min_tokens=min_tokens), tokens)
     made = reader(parsing, *stops, min_tokens=min_tokens)
-    message: Delta = made.parse(*tokens, "")
+    message: Delta = made.parse(*tokens)
     calls = tuple((c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
     assert (message.content or "", message.reasoning_content, calls, made.stop) == streamed
     ended = [None if made.stop is None else made.stop]
