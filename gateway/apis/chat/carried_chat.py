@@ -26,16 +26,7 @@ from penstock.infra.constraints.constraint_grammar import JSON_SCHEMA
 MAX_INLINE_BYTES = 1 << 20  # of data: URLs: the log and the work streams hold them
 _AS_GIVEN = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *(
-        "logit_bias",
-        "ignore_eos",
-        "min_tokens",
-        "stop_token_ids",
-        "skip_special_tokens",
-        "logprobs",
-        "top_logprobs",
-        "reasoning_effort",
-    ),
+    *("logit_bias", "ignore_eos", "min_tokens", "stop_token_ids", "skip_special_tokens", "logprobs", "top_logprobs"),
     *("reasoning_effort", "chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message"),
 )
 _NOT_THERE = ("truncate_prompt_tokens", "max_thinking_tokens", "thinking_token_budget", "logits_processors")
