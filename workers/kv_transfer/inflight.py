@@ -87,6 +87,7 @@ class _Peer:
     digest: bytes
     posted: int = 0  # transfers that have not ended
     stuck: int = 0  # of these, those whose deadline has passed
+    moved: float = 0.0  # when one of them last ended, or the first was posted
     ending: bool = False  # lost or forgotten: removed as soon as nothing of it is posted
 
 
@@ -132,16 +133,25 @@ class LoadedPeers:
         """Whether a transfer may be posted now, after an earlier ``load``."""
         return name in self._peers and not self._peers[name].ending
 
-    def posted(self, name: str) -> None:
-        self._peers[name].posted += 1
+    def posted(self, name: str, now: float) -> None:
+        peer = self._peers[name]
+        if not peer.posted:
+            peer.moved = now
+        peer.posted += 1
+
+    def silent(self, name: str, now: float) -> bool:
+        """Whether nothing that was posted has ended for longer than reads from running peers last."""
+        peer = self._peers[name]
+        return bool(peer.posted) and now - peer.moved > STUCK_S
 
     def stuck(self, name: str) -> None:
         """The deadline of a posted transfer has passed."""
         self._peers[name].stuck += 1
 
-    def ended(self, name: str, *, stuck: bool = False, lost: bool = False) -> None:
+    def ended(self, name: str, now: float, *, stuck: bool = False, lost: bool = False) -> None:
         """A posted transfer has completed or failed."""
         peer = self._peers[name]
+        peer.moved = now
         peer.posted -= 1
         peer.stuck -= stuck
         peer.ending |= lost
@@ -514,7 +524,7 @@ class InflightTransfers:
                 op = "WRITE" if request.op == "WRITE" else "READ"
                 handle = self.agent.post(op, transfer.peer, transfer.move)
                 transfer.posted.append(_Posted(handle, len(request.local) if transfer.scratch is None else 0))
-                self._peers.posted(transfer.peer)
+                self._peers.posted(transfer.peer, self._stepped)
             transfer.move = None
             posted = True
         return posted
@@ -524,10 +534,12 @@ class InflightTransfers:
         return sum(each.handle is not None for each in transfer.posted) < reads
 
     def _post_staged(self, transfer: _Transfer, piece: StagedPiece, now: float) -> bool:
-        """Read whole blocks into a part of the staging buffer; False: all parts are taken."""
+        """Read whole blocks into a part of the staging buffer; False: all parts are taken, or its peer holds enough."""
         staging = transfer.staging
         assert staging is not None
-        if (part := staging.take(now)) is None:
+        # One that is stopped would take the second buffer, too.
+        part = None if self._peers.silent(transfer.peer, now) else staging.take(now)
+        if part is None:
             if not transfer.posted and self._stuck(staging, now):
                 transfer.staging = self._staging_for(self.agent.endpoint.pools[transfer.request.pool], now)
             return False
@@ -539,7 +551,7 @@ class InflightTransfers:
             staging.free(part)
             raise
         transfer.posted.append(_Posted(handle, 0, part, piece.copy))
-        self._peers.posted(transfer.peer)
+        self._peers.posted(transfer.peer, self._stepped)
         return True
 
     def _poll(self, transfer: _Transfer) -> bool:
@@ -647,7 +659,7 @@ class InflightTransfers:
 
     def _release(self, transfer: _Transfer, posted: _Posted, *, stuck: bool = False, lost: bool = False) -> None:
         self.agent.release(posted.handle)
-        self._peers.ended(transfer.peer, stuck=stuck, lost=lost)
+        self._peers.ended(transfer.peer, self._stepped, stuck=stuck, lost=lost)
 
     def _fail(self, transfer: _Transfer, cause: Cause, reason: str, settled: "Future[None] | None" = None) -> None:
         self._failures[cause] += 1

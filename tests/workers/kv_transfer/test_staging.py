@@ -241,6 +241,19 @@ def test_a_stopped_peer_that_holds_all_parts_holds_up_others_for_half_a_second(w
     assert len(world.transfers._staging["cpu", 0]) == 1, "a new agent has one"
 
 
+def test_a_stopped_peer_takes_parts_of_one_buffer_however_many_reads_wait_for_it(world: World) -> None:
+    world.network.stall("peer")
+    holding = [world.read(ids=[block], timeout=5.0) for block in range(10)]
+    now = world.run(0.0, staging.STUCK_S + 0.1)
+    others = [world.read("other", ids=[block], timeout=5.0, now=now) for block in range(10, 20)]
+    now = world.run(now, 2 * staging.STUCK_S)
+    assert all(each.future.result() for each in others)
+    world.network.resume("peer")
+    world.run(now, 2.0)
+    assert all(each.future.result() for each in holding)
+    assert world.has(list(range(20)))
+
+
 @pytest.mark.parametrize("short", ["memory", "memory for parts as large as the first buffer's", "buffers"])
 def test_reads_for_which_stopped_peers_leave_no_part_fail_long_before_their_deadline(
     world: World, monkeypatch: pytest.MonkeyPatch, short: str
