@@ -36,6 +36,7 @@ from penstock.workers.kv_transfer.staging import READS, STUCK_S, StagingBuffer
 from penstock.workers.kv_transfer.transport_protocol import (
     CAUSES,
     DRAIN_S,
+    RANK,
     Cause,
     TransferError,
     TransferResult,
@@ -85,6 +86,7 @@ def digest(metadata: bytes) -> bytes:
 @dataclass(slots=True)
 class _Peer:
     digest: bytes
+    engine: str  # equal for its ranks
     posted: int = 0  # transfers that have not ended
     stuck: int = 0  # of these, those whose deadline has passed
     moved: float = 0.0  # when one of them last ended, or the first was posted
@@ -127,7 +129,7 @@ class LoadedPeers:
         except TransferRejected as error:
             self._agent.remove(peer.agent)
             raise TransferError("refused", f"agent {peer.agent}: {error}") from error
-        self._peers[peer.agent] = _Peer(peer.digest)
+        self._peers[peer.agent] = _Peer(peer.digest, peer.agent.partition(RANK)[0])
 
     def usable(self, name: str) -> bool:
         """Whether a transfer may be posted now, after an earlier ``load``."""
@@ -140,9 +142,13 @@ class LoadedPeers:
         peer.posted += 1
 
     def silent(self, name: str, now: float) -> bool:
-        """Whether nothing that was posted has ended for longer than reads from running peers last."""
-        peer = self._peers[name]
-        return bool(peer.posted) and now - peer.moved > STUCK_S
+        """Whether nothing of a peer, or of a rank of its engine, has ended for longer than reads of running ones take.
+
+        The ranks stop together, and each would hold parts.
+        """
+        engine = self._peers[name].engine
+        ranks = (each for each in self._peers.values() if each.engine == engine)
+        return any(each.posted and now - each.moved > STUCK_S for each in ranks)
 
     def stuck(self, name: str) -> None:
         """The deadline of a posted transfer has passed."""

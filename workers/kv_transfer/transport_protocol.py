@@ -30,6 +30,7 @@ Cause: TypeAlias = Literal["peer_lost", "timeout", "stale", "refused", "unavaila
 CAUSES: tuple[Cause, ...] = ("peer_lost", "timeout", "stale", "refused", "unavailable")
 TIMEOUT_S = 5.0
 QUARANTINE_S = 10.0
+RANK = ":rank"  # in names of agents: after that of their engine, before the number of the rank
 DRAIN_S = 4.0  # a closed connection's kernel keeps sending for UCX_TCP_USER_TIMEOUT (3 s) at most
 
 

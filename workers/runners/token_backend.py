@@ -22,7 +22,7 @@ from penstock.schemas.requests import CARRIED_CHAT
 from penstock.schemas.transfer import Endpoint
 from penstock.workers.engine_loop.loop import EngineLoop, EngineThread
 from penstock.workers.engines.engine_protocol import Engine, EngineError, EngineInfo, Grammars, VisionEngine
-from penstock.workers.kv_transfer.transport_protocol import Transport, TransportUnavailable
+from penstock.workers.kv_transfer.transport_protocol import RANK, Transport, TransportUnavailable
 from penstock.workers.metrics.worker_metrics import WorkerMetrics
 from penstock.workers.runners.flush_publisher import TokenPace
 from penstock.workers.runners.token_runner import TokenRunner
@@ -203,7 +203,7 @@ class TokenBackend:
         def opened() -> Transport:
             quarantine_s = settings.quarantine_s
             others = [
-                RemoteTransport(channel, f"{name}:rank{number}", renewed, quarantine_s)
+                RemoteTransport(channel, f"{name}{RANK}{number}", renewed, quarantine_s)
                 for number, channel in enumerate(ranks, 1)
             ]
             own = open_transport(backend, name, pools, on_renewed=renewed, quarantine_s=quarantine_s)

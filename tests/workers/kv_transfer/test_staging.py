@@ -241,14 +241,22 @@ def test_a_stopped_peer_that_holds_all_parts_holds_up_others_for_half_a_second(w
     assert len(world.transfers._staging["cpu", 0]) == 1, "a new agent has one"
 
 
-def test_a_stopped_peer_takes_parts_of_one_buffer_however_many_reads_wait_for_it(world: World) -> None:
-    world.network.stall("peer")
-    holding = [world.read(ids=[block], timeout=5.0) for block in range(10)]
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_stopped_peer_takes_parts_of_one_buffer_however_many_reads_wait_for_it(world: World, ranks: int) -> None:
+    """The ranks of an engine stop together."""
+    pool, _ = world.peers["peer"]
+    names = ["peer", *(f"peer:rank{number}" for number in range(1, ranks))]
+    for name in names[1:]:
+        world.peers[name] = (pool, LoopbackAgent(world.network, name, {"kv": pool.memory}).endpoint)
+    for name in names:
+        world.network.stall(name)
+    holding = [world.read(names[block % ranks], ids=[block], timeout=5.0) for block in range(10)]
     now = world.run(0.0, staging.STUCK_S + 0.1)
     others = [world.read("other", ids=[block], timeout=5.0, now=now) for block in range(10, 20)]
     now = world.run(now, 2 * staging.STUCK_S)
     assert all(each.future.result() for each in others)
-    world.network.resume("peer")
+    for name in names:
+        world.network.resume(name)
     world.run(now, 2.0)
     assert all(each.future.result() for each in holding)
     assert world.has(list(range(20)))
