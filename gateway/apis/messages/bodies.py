@@ -87,7 +87,11 @@ class MessageTool(Struct, frozen=True):
 
 def left_out(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """The tools that the model does not see, as in "tools[3]"."""
-    return [f"tools[{at}]" for at, tool in enumerate(tools) if str(tool.get("type")).startswith(LEFT_OUT)]
+    return [
+        f"tools[{at}]"
+        for at, tool in enumerate(tools)
+        if str(tool.get("type")).startswith(LEFT_OUT) and tool.get("input_schema") is None
+    ]
 
 
 class MessageToolChoice(Struct, frozen=True):

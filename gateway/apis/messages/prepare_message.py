@@ -395,17 +395,19 @@ def _tools(
     """
     tools: list[dict[str, Any]] = []
     places: dict[str, str] = {}
-    left_out = {tool.type for _, tool in given if tool.type is not None and tool.type.startswith(LEFT_OUT)}
+    theirs = {tool.type for _, tool in given if tool.type is not None and tool.input_schema is None}
+    left_out = {kind for kind in theirs if kind.startswith(LEFT_OUT)}
     searched = any(kind.startswith(SEARCHES_TOOLS) for kind in left_out)
     if not any(tool.type in (None, "custom") or tool.input_schema is not None for _, tool in given):
         left_out = set()
     for at, tool in given:
-        if tool.type in left_out or (tool.defer_loading and not searched and tool.name not in references):
+        own = tool.input_schema is not None
+        if (tool.type in left_out and not own) or (tool.defer_loading and not searched and tool.name not in references):
             continue
-        if tool.type not in (None, "custom") and tool.input_schema is None:
+        if tool.type not in (None, "custom") and not own:
             known = "use 'custom', or send its input_schema"
             raise unsupported(f"{at}.type", f"{at}: tools of type {tool.type[:40]!r} are not supported; {known}")
-        if tool.input_schema is None:
+        if not own:
             raise invalid(f"{at}.input_schema", f"{at}.input_schema is missing")
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description is not None:

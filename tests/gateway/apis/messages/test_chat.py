@@ -167,6 +167,10 @@ def test_a_tool_of_anthropics_is_like_others_if_its_schema_is_given() -> None:
     asked = [{"type": "web_search_20250305", "name": "web_search"}, {**bash, "input_schema": schema}]
     (tool,) = chat(tools=asked).tools or ()
     assert tool["function"] == {"name": "bash", "parameters": schema}
+    search: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "input_schema": schema}
+    for tools in ([search], [search, TOOL]):
+        assert [each["function"]["name"] for each in chat(tools=tools).tools or ()] == [each["name"] for each in tools]
+        assert ignored_options("message", encoded(tools=tools)) == []
 
 
 def test_a_format_becomes_a_constraint() -> None:
