@@ -8,7 +8,6 @@ import re
 import socket
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, structs
 
@@ -70,9 +69,8 @@ def traces_url(endpoint: str) -> str:
 
     https://opentelemetry.io/docs/specs/otlp/#otlphttp-request
     """
-    parts = urlsplit(endpoint)
-    web = parts.scheme in ("http", "https") and parts.path in ("", "/")
-    return parts._replace(path="/v1/traces").geturl() if web else endpoint
+    found = re.fullmatch(r"(https?://[^/?#]+)/?(\?.*)?", endpoint, re.IGNORECASE)
+    return f"{found[1]}/v1/traces{found[2] or ''}" if found else endpoint
 
 
 def served_names(text: str) -> tuple[str, ...]:

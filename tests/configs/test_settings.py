@@ -9,6 +9,8 @@ from penstock.configs.settings import RouterSettings, WorkerSettings, fallbacks_
 
 def test_only_a_collector_s_url_without_a_path_gets_one() -> None:
     assert traces_url("http://c:4318") == traces_url("http://c:4318/") == "http://c:4318/v1/traces"
+    assert traces_url("http://[::1]:4318?key=1") == "http://[::1]:4318/v1/traces?key=1"
+    assert traces_url("http://[c") == "http://[c/v1/traces", "whoever sends there says what is wrong"
     for whole in ("https://c/otlp/v1/traces", "https://c/x?key=1", "", "grpc://c:4317"):
         assert traces_url(whole) == whole
 
