@@ -75,10 +75,8 @@ class DiskWatch:
         self._ending: int | None = None  # the server that was asked to end: until it has, it still meets the full disk
         self._full = False
         self._reported = 0  # of the levels
-        self._store: tuple[int | None, int] = (
-            None,
-            0,
-        )  # the server's process, and the inode of its folder; 0: it was removed
+        # The server's process, and the inode of its folder; 0: it is not there yet, or was removed.
+        self._store: tuple[int | None, int] = (None, 0)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "DiskWatch":
@@ -149,9 +147,9 @@ class DiskWatch:
         except FileNotFoundError:
             found = 0
         pid, known = self._server.pid, self._store[1]
-        if self._store[0] != pid:
+        if self._store[0] != pid or not known:
             self._store = pid, found
-        elif known and found != known:
+        elif found != known:
             self._store = pid, 0
             log.error(
                 "store_removed",

@@ -96,10 +96,18 @@ def test_a_store_that_is_removed_under_the_server_is_reported_once(tmp_path: Pat
             watch.look()
         store.mkdir()
         watch.look()
-        server.pid = 8  # started again, on a new folder
+        store.rmdir()
+        watch.look()
+        server.pid = 8  # started again; it makes a new folder
+        watch.look()
+        store.mkdir()
+        watch.look()
+        assert [each["folder"] for each in logged if each["event"] == "store_removed"] == [str(store)] * 2
+        store.rename(tmp_path / "gone too")
+        store.mkdir()  # between two looks
         for _ in range(2):
             watch.look()
-    assert [each["folder"] for each in logged if each["event"] == "store_removed"] == [str(store)]
+    assert [each["folder"] for each in logged if each["event"] == "store_removed"] == [str(store)] * 3
 
 
 async def test_a_check_that_keeps_failing_is_logged_once(tmp_path: Path, free: dict[str, int]) -> None:
