@@ -9,6 +9,7 @@ import pytest
 
 from penstock.launch import readiness as module
 from penstock.launch.readiness import Readiness
+from penstock.schemas.errors import Code, ServingError
 from penstock.schemas.fleet import Registration
 
 READY = b'{"status": "ready", "reasons": [], "components": [], "endpoints": []}'
@@ -69,11 +70,16 @@ async def test_a_worker_is_ready_when_its_own_process_is_registered(monkeypatch:
     found = [Registration("old", "m", "aggregated", "mock", 1, 32, 9, 1, 99, name="worker-0", pid=7)]
 
     async def registered(bus: object) -> list[Registration]:
+        if not found:
+            raise ServingError(Code.broker_unavailable, "the bucket has no leader")
         return found
 
     monkeypatch.setattr(module, "registrations", registered)
     ready: list[str] = []
     readiness = Readiness(["worker-0"], {}, ready.append, pid_of={"worker-0": 8}.__getitem__)
+    await readiness.look([cast(Any, None)])
+    assert (ready, readiness.waiting) == ([], {"worker-0": "is not registered yet"})
+    found.clear()
     await readiness.look([cast(Any, None)])
     assert (ready, readiness.waiting) == ([], {"worker-0": "is not registered yet"})
     found.append(Registration("new", "m", "aggregated", "mock", 2, 32, 9, 1, 99, name="worker-0", pid=8))
