@@ -3,9 +3,10 @@
 python -m tests.gpu.beside native vllm [--shape 8b] [--width 2] [--table long] [--fp8] [--rows 3] [--json FILE]
 python -m tests.gpu.beside native vllm --table wide --width 8 --shape 70b      (on four GPUs: --width 4 --fp8)
 
-Weights are random, of the same spread in both, so that as many experts are chosen. Answers are greedy and of fixed
-length. A row is timed from the first request to the last answer's end, twice; the faster one counts. vLLM needs to be
-installed. With ``--width`` so many GPUs share each layer, and the native engine's ranks load weights from a folder.
+Weights are random, of the same spread in both, so that as many experts are chosen. Answers are of fixed length, and
+greedy unless --sampling says otherwise. A row is timed from the first request to the last answer's end, twice; the
+faster one counts. vLLM needs to be installed. With ``--width`` so many GPUs share each layer, and the native engine's
+ranks load weights from a folder.
 """
 
 import argparse
@@ -163,6 +164,7 @@ def spread(model: Any) -> None:
 
 def native(asked: argparse.Namespace) -> Run:
     from penstock.infra.process.gc_policy import freeze_loaded
+    from penstock.schemas.requests import Sampling
     from penstock.workers.engines.native.build import assemble, build
     from penstock.workers.engines.native.cuda import rewrite
     from penstock.workers.engines.native.model.loading import describe
@@ -186,7 +188,8 @@ def native(asked: argparse.Namespace) -> Run:
         engine = assemble(described, options)
     freeze_loaded()
     vocab = SHAPES[asked.shape][0]
-    return lambda streams, prompt, answer, seed: drive(engine, ask(streams, prompt, answer, vocab, seed))[0]
+    sampling = Sampling(**{"temperature": 0.0, "seed": 1} | asked.sampling)
+    return lambda streams, prompt, answer, seed: drive(engine, ask(streams, prompt, answer, vocab, seed, sampling))[0]
 
 
 def vllm(asked: argparse.Namespace) -> Run:
@@ -212,7 +215,8 @@ def vllm(asked: argparse.Namespace) -> Run:
     def run(streams: int, prompt: int, answer: int, seed: int) -> float:
         draw, vocab = random.Random(seed), SHAPES[asked.shape][0]
         prompts = [{"prompt_token_ids": [draw.randrange(10, vocab) for _ in range(prompt)]} for _ in range(streams)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        fixed = {"max_tokens": answer, "ignore_eos": True, "detokenize": False}
+        sampling = SamplingParams(**{"temperature": 0.0} | asked.sampling | fixed)
         began = time.perf_counter()
         found = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -243,6 +247,7 @@ def main() -> None:
     parser.add_argument("engines", nargs="+", choices=("native", "vllm"))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="how many of the table")
+    parser.add_argument("--sampling", type=json.loads, default={}, help='as JSON: {"temperature": 0.6, "top_p": 0.95}')
     parser.add_argument("--fp8", action="store_true", help="weights of 8-bit floats")
     parser.add_argument("--fp8-kv", action="store_true", help="a KV cache of 8-bit floats")
     parser.add_argument("--width", type=int, default=1, help="GPUs that share each layer")
@@ -273,7 +278,7 @@ def main() -> None:
         command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--rows", str(asked.rows),
                    "--here", "--width", str(asked.width), "--folder", str(asked.folder),
                    *(["--fp8"] if asked.fp8 else []), *(["--fp8-kv"] if asked.fp8_kv else []),
-                   "--table", asked.table]  # fmt: skip
+                   "--table", asked.table, "--sampling", json.dumps(asked.sampling)]  # fmt: skip
         try:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
             try:

@@ -14,9 +14,13 @@ from unittest import mock
 
 import torch
 
+from penstock.schemas.requests import Sampling, Stop
+from penstock.workers.engines.core.sequence import Sequence
 from penstock.workers.engines.native.cuda import dense, few_rows, fp8, modules, rewrite, rows
 from penstock.workers.engines.native.cuda import packing as chunks
+from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.dense import DenseAttention
+from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
 from penstock.workers.engines.native.cuda.packing import LONG, PromptChunk
 from penstock.workers.engines.native.cuda.paged import PagedAttention, PagedBatch, Scratch, tile_rows
 from penstock.workers.engines.native.model import quantize, sampler
@@ -218,8 +222,9 @@ def check_rows(device: torch.device) -> None:
     allowed = bits.reshape(2, -1)[numbers.clamp(min=0).long(), :9000].bool() | (numbers < 0)[:, None]
     for masked in (False, False, True):
         rows.sample[(5, 3)](
-            logits, signed, temperatures, targets, scores, best, counters, latest, drawn, numbers, masks, 9000, 9000,
-            CHUNKS=3, CHUNKS_P=4, CHUNK=4096, BLOCK=1024, RANDOM=True, MASKED=masked, WORDS=words, num_warps=4,
+            logits, signed, temperatures, targets, scores, best, counters, latest, drawn, numbers, masks, scores, best,
+            9000, 9000, CHUNKS=3, CHUNKS_P=4, CHUNK=4096, BLOCK=1024, RANDOM=True, MASKED=masked, WORDS=words,
+            CUT=False, num_warps=4,
         )  # fmt: skip
         expected = noisy.masked_fill(~allowed, float("-inf")).argmax(-1) if masked else noisy.argmax(-1)
         print(f"draws{' with masks' if masked else ''}:", drawn[:5].tolist(), "expected", expected.tolist(),
@@ -335,8 +340,78 @@ def check_head(device: torch.device) -> None:
               + ("" if good else "   WRONG"))  # fmt: skip
 
 
+LIMITS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "top_k": 3},
+    {"temperature": 0.7},
+    *({"temperature": 0.6, "top_p": each} for each in (0.0, 1e-4, 0.1, 0.5, 0.9, 0.95, 0.999999)),
+    *({"temperature": 1.0, "top_k": each} for each in (1, 2, 20, 1000, 1 << 40)),
+    *({"temperature": 1.3, "min_p": each} for each in (1e-4, 0.1, 0.7, 1.0)),
+    {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    {"temperature": 2.0, "top_p": 0.95, "top_k": 64, "min_p": 0.05},
+    {"temperature": 1e-3, "top_p": 0.9},
+)
+
+
+def check_cutoff(device: torch.device) -> None:
+    """What min_p, top_k and top_p keep, and draws from it, as the sorting of ``sampler`` says; also of equal logits."""
+    vocab = 2500 if device.type == "cpu" else 128_256
+    wanted = [Sampling(seed=row, **each) for row, each in enumerate(LIMITS)]
+    penalised = Sampling(temperature=0.7, top_p=0.9, presence_penalty=1.0, repetition_penalty=1.3, logprobs=2)
+    draws = [drawn_by(row, sampling) for row, sampling in enumerate([*wanted, penalised])]
+    all_draws, draws = draws, draws[:-1]
+    count, sequences, lengths = len(draws), [each.sequence for each in draws], [each.length for each in draws]
+    random_rows = [row for row, each in enumerate(wanted) if each.temperature > 0]
+    targets = torch.arange(count + 1, dtype=torch.int32, device=device)
+    upload = Upload(1 << 16, device)
+    latest = torch.zeros(count + 1, dtype=torch.int32, device=device)
+    made = DeviceSampler(vocab, count + 1, upload, latest)
+    upload.begin()
+    parameters, of_all = made.parameters(draws), made.parameters(all_draws)
+    upload.send()
+    assert parameters is not None
+    numbers = torch.arange(count, dtype=torch.int32, device=device) % 3 - 1
+    masks = torch.randint(-(1 << 31), (1 << 31) - 1, (2, -(-vocab // 32)), device=device).to(torch.int32)
+    bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+    allowed = bits.reshape(2, -1)[numbers.clamp(min=0).long(), :vocab].bool() | (numbers < 0)[:, None]
+    for step, masked in itertools.product((0.0, 0.25, 2.0), (False, True)):
+        logits = 3 * torch.randn((count, vocab), device=device)
+        if step:  # many are equal, some of them zeros of both signs
+            logits = (logits / step).round() * step
+        seen = logits.masked_fill(~allowed, float("-inf")) if masked else logits
+        made._launch(logits, targets, parameters, made._sampled, (numbers, masks) if masked else None, random=True)
+        found = made._sampled[:count].tolist()
+        scaled = seen / torch.tensor([max(each.temperature, 1e-5) for each in wanted], device=device)[:, None]
+        kept = sampler.narrow(scaled[random_rows], [sequences[row] for row in random_rows]) > float("-inf")
+        least, last = made._least[random_rows, None], made._last[random_rows, None]
+        ours = (scaled[random_rows] > least) | (
+            (scaled[random_rows] == least) & (torch.arange(vocab, device=device) <= last)
+        )
+        ours &= seen[random_rows] > float("-inf")
+        expected = sampler.choose(seen, sequences, lengths).tokens.tolist()
+        # Sums are rounded otherwise, which may decide about tokens that are hardly ever drawn.
+        off = (scaled[random_rows].double().softmax(-1) * (ours != kept)).sum(-1).tolist()
+        wrong = [row for row, each in zip(random_rows, off, strict=True) if each > 1e-5]
+        others = [row for row in range(count) if found[row] != expected[row]]
+        print(f"cut off{', equal logits' if step else ''}{', masks' if masked else ''}: {int(kept.sum())} kept"
+              + (f"   WRONG: {[LIMITS[row] for row in wrong]}" if wrong else "")
+              + (f"   WRONG tokens: {[LIMITS[row] for row in others]}" if others else ""))  # fmt: skip
+
+    logits = 3 * torch.randn((count + 1, vocab), device=device)
+    chosen = made.sample(logits, all_draws, targets, of_all)
+    assert isinstance(chosen, sampler.Chosen)
+    expected = sampler.choose(logits, [*sequences, all_draws[-1].sequence], [*lengths, 4]).tokens.tolist()
+    good = chosen.tokens.tolist() == latest.tolist() == expected and chosen.logprobs is not None
+    print("cut off beside a penalised row" + ("" if good else f"   WRONG: {latest.tolist()}, expected {expected}"))
+
+
+def drawn_by(row: int, sampling: Sampling) -> chunks.Draw:
+    sequence = Sequence(row, [1, 2, 3], 3, sampling, Stop(max_tokens=8), 0, [], b"")
+    return chunks.Draw(sequence, chunks.TableRow(row, sequence), 4, row)
+
+
 CHECKS = {
     "head": check_head,
+    "cutoff": check_cutoff,
     "narrow": check_narrow,
     "narrow_pool": check_narrow_pool,
     "long": check_long,

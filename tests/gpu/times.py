@@ -1,10 +1,10 @@
 """How long the native engine's kernels take, beside what torch offers: an 8B Llama's shapes in bfloat16.
 
-python -m tests.gpu.times [quick] [fp8] [head] [sums]
+python -m tests.gpu.times [quick] [fp8] [head] [sums] [draws]
 
 ``fp8``: products of 8-bit floats by torch and by the kernel for few rows, in shapes that are chosen from; decodes over
 a pool of 8-bit floats. ``head``: logits in bfloat16 and in float32, and a draw from them. ``sums``: products whose
-partial sums may be bfloat16, as torch allows by default, or may not.
+partial sums may be bfloat16, as torch allows by default, or may not. ``draws``: with min_p, top_k and top_p.
 """
 
 import itertools
@@ -18,13 +18,15 @@ from unittest import mock
 import torch
 import triton
 
+from penstock.schemas.requests import Sampling
 from penstock.workers.engines.native.cuda import attend, few_rows, fp8, modules, paged
 from penstock.workers.engines.native.cuda.copies import Upload
 from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
+from penstock.workers.engines.native.model import sampler
 from penstock.workers.engines.native.model.attention import AttentionParams
 from penstock.workers.engines.native.model.pool import KvPool
 from penstock.workers.engines.native.model.quantize import FP8, narrowed
-from tests.gpu.kernels import Case
+from tests.gpu.kernels import Case, drawn_by
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 DEVICE = torch.device("cuda")
@@ -281,6 +283,36 @@ def heads() -> None:
             )
 
 
+def draws() -> None:
+    """A step's draws with what most models' own defaults cut, by kernels and by sorting."""
+    vocab = 128_256
+    limits: dict[str, dict[str, Any]] = {
+        "temperature": {}, "top_p 0.95": {"top_p": 0.95}, "top_k 20": {"top_k": 20},
+        "top_k 20, top_p 0.8": {"top_k": 20, "top_p": 0.8}, "min_p 0.05": {"min_p": 0.05},
+    }  # fmt: skip
+    for count in (1, 32, 256):
+        logits = 2.5 * torch.randn((count, vocab), device=DEVICE)
+        targets = torch.arange(count, dtype=torch.int32, device=DEVICE)
+        for name, each in limits.items():
+            sampling = [Sampling(temperature=0.7, seed=row, **each) for row in range(count)]
+            drawn = [drawn_by(row, one) for row, one in enumerate(sampling)]
+            upload = Upload(1 << 16, DEVICE)
+            made = DeviceSampler(vocab, count, upload, torch.zeros(count + 1, dtype=torch.int32, device=DEVICE))
+            upload.begin()
+            parameters = made.parameters(drawn)
+            upload.send()
+            kernels = timed(lambda: made.sample(logits, drawn, targets, parameters)) * 1e3
+            sequences, lengths = [one.sequence for one in drawn], [one.length for one in drawn]
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(3):
+                begin.record()
+                sampler.choose(logits, sequences, lengths)
+                end.record()
+                end.synchronize()
+            sorting = begin.elapsed_time(end) * 1e3
+            print(f"draws of {count:>3} rows, {name}, us: {kernels:.0f}, by sorting {sorting:.0f}")
+
+
 def sums() -> None:
     """Products of few rows, which cuBLAS splits."""
     copies = 10
@@ -305,7 +337,7 @@ def main() -> None:
         chosen = (decodes,)
     if "fp8" in sys.argv:
         chosen = (narrow_decodes,) if "quick" in sys.argv else (narrow_products, narrow_rows, narrow_decodes)
-    named = {"head": heads, "sums": sums}
+    named = {"head": heads, "sums": sums, "draws": draws}
     chosen = tuple(named[each] for each in sys.argv[1:] if each in named) or chosen
     for measure in chosen:
         try:

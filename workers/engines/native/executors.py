@@ -126,14 +126,15 @@ def make_executor(
         plain = TorchExecutor(model, pools.kv, encoder, pools.sliding, adapters, ranks)
         executor = plain if ranks is None else LeadingExecutor(plain, ranks)
         if warm:
-            _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
+            _warm_up(executor, pools, options.block_size, (Sampling(temperature=0.0),))
         return executor
     cuda_executor = _cuda_executor(
         model, rotation, pools, encoder, options, limit, adapters, None if ranks is None else ranks.send_packed, again
     )
     leading = cuda_executor if ranks is None else LeadingOverlapExecutor(cuda_executor, ranks)
     if warm:
-        _warm_up(leading, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
+        drawn = Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)
+        _warm_up(leading, pools, options.block_size, (Sampling(temperature=0.0), *drawn))
     return leading
 
 
@@ -243,17 +244,16 @@ def follow(speculation: Speculator, executor: Executor) -> None:
         auxiliary.first_rows = first_rows
 
 
-def _warm_up(executor: Executor, pools: KvPools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
-    """Compute a short request per temperature, with a scheduler that leaves nothing in metrics and prefix cache."""
+def _warm_up(executor: Executor, pools: KvPools, block_size: int, samplings: tuple[Sampling, ...]) -> None:
+    """Compute a short request of each sampling, with a scheduler that leaves nothing in metrics and prefix cache."""
     blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
     config = SchedulerConfig(
         block_size=block_size, max_running=1, max_batched_tokens=WARM_TOKENS, max_model_len=WARM_TOKENS
     )
     scheduler = Scheduler(blocks, config, pools.window_rows(blocks))
     half = WARM_TOKENS // 2
-    for temperature in temperatures:  # on CUDA each way of sampling has its own kernel
-        sampling = Sampling(temperature=temperature)
-        scheduler.submit(SequenceRequest(temperature, [0] * half, sampling, Stop(half, ignore_eos=True)))
+    for number, sampling in enumerate(samplings):  # on CUDA each way of sampling has its own kernels
+        scheduler.submit(SequenceRequest(number, [0] * half, sampling, Stop(half, ignore_eos=True)))
     while scheduler.has_work():
         plan = scheduler.schedule()
         scheduler.commit(plan, executor.execute(plan))

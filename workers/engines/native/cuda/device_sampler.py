@@ -1,6 +1,7 @@
-"""Samples tokens on the device: by one kernel if only temperature applies, otherwise by ``sampler``."""
+"""Samples tokens on the device: by kernels for temperature, min_p, top_k and top_p, after ``sampler`` for the rest."""
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,24 @@ from penstock.workers.engines.native.model.masks import PendingMasks
 
 CHUNK = 4096  # of the vocabulary, per program
 BLOCK = 1024
+CUT_BLOCK = 2048  # of the vocabulary, at a time
+MOST_TOP_K = (1 << 31) - 1
+
+
+class Limits(NamedTuple):
+    """What is cut from each row's distribution: (rows,) int32, float32, float64. 0, minus infinity and 1: nothing."""
+
+    top_ks: Tensor
+    log_min_ps: Tensor
+    top_ps: Tensor
+
+
+class DrawParameters(NamedTuple):
+    """(rows,) float32, 0: greedy; (rows,) int64, see ``sampler.key``; None: nothing is cut."""
+
+    temperatures: Tensor
+    keys: Tensor
+    limits: Limits | None = None
 
 
 class DeviceSampler:
@@ -32,9 +51,11 @@ class DeviceSampler:
         self._chunk_tokens = torch.empty(max_samples * chunks, dtype=torch.int32, device=device)
         self._counters = torch.zeros(max_samples, dtype=torch.int32, device=device)
         self._sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
+        self._least = torch.zeros(max_samples, dtype=torch.float32, device=device)  # of the values that may be drawn
+        self._last = torch.zeros(max_samples, dtype=torch.int32, device=device)  # token with that value
 
-    def parameters(self, draws: Seq[Draw]) -> tuple[Tensor, Tensor] | None:
-        """Temperatures and keys of the draws; None if all are greedy."""
+    def parameters(self, draws: Seq[Draw]) -> DrawParameters | None:
+        """None if all are greedy."""
         if not any(draw.table_row.random for draw in draws):
             return None
         temperatures = np.zeros(len(draws), np.float32)
@@ -44,9 +65,27 @@ class DeviceSampler:
                 temperatures[row] = max(sequence.sampling.temperature, 1e-5)
                 keys[row] = sampler.key(sequence.sampling.seed, sequence.choice, length - sequence.prompt_len)
         upload = self._upload
-        return (
+        return DrawParameters(
             upload.put(temperatures.view(np.int32)).view(torch.float32),
             upload.put(keys.view(np.int32)).view(torch.int64),
+            self._limits(draws) if any(draw.table_row.cut for draw in draws) else None,
+        )
+
+    def _limits(self, draws: Seq[Draw]) -> Limits:
+        top_ks, top_ps = np.zeros(len(draws), np.int32), np.ones(len(draws))
+        log_min_ps = np.full(len(draws), -np.inf, np.float32)
+        for row, (sequence, table_row, _, _) in enumerate(draws):
+            if table_row.cut:
+                sampling = sequence.sampling
+                top_ks[row] = min(max(0, sampling.top_k), MOST_TOP_K)
+                top_ps[row] = sampling.top_p
+                if sampling.min_p > 0:
+                    log_min_ps[row] = np.log(np.float32(sampling.min_p))
+        upload = self._upload
+        return Limits(
+            upload.put(top_ks),
+            upload.put(log_min_ps.view(np.int32)).view(torch.float32),
+            upload.put(top_ps.view(np.int32)).view(torch.float64),
         )
 
     def sample(
@@ -54,7 +93,7 @@ class DeviceSampler:
         logits: Tensor,
         draws: Seq[Draw],
         targets: Tensor,
-        parameters: tuple[Tensor, Tensor] | None,
+        parameters: DrawParameters | None,
         masks: PendingMasks | None = None,
     ) -> "Tensor | sampler.Chosen":
         """
@@ -64,15 +103,19 @@ class DeviceSampler:
             parameters: the result of ``parameters``.
             masks: of the draws whose sequences are constrained.
         """
-        if not all(table_row.plain and length >= sequence.stoppable for sequence, table_row, length, _ in draws):
+        used = DrawParameters(self._sampled, self._sampled) if parameters is None else parameters
+        random = parameters is not None
+        if any(table_row.adjusted or length < sequence.stoppable for sequence, table_row, length, _ in draws):
+
+            def pick(shaped: Tensor) -> Tensor:
+                self._launch(shaped, targets, used, self._sampled, random=random)
+                return self._sampled[: len(draws)].to(torch.int64)
+
             lengths = [draw.length for draw in draws]
             allowed = masks.allowed(self._device) if masks is not None else None
-            chosen = sampler.choose(logits.float(), [draw.sequence for draw in draws], lengths, allowed)
-            self._latest.index_copy_(0, targets.to(torch.int64), chosen.tokens.to(torch.int32))
-            return chosen
-        temperatures, keys = (self._sampled, self._sampled) if parameters is None else parameters
+            return sampler.choose(logits, [draw.sequence for draw in draws], lengths, allowed, pick)
         by_row = None if masks is None else masks.by_row(len(draws), self._device)
-        self._launch(logits, targets, temperatures, keys, self._sampled, by_row, random=parameters is not None)
+        self._launch(logits, targets, used, self._sampled, by_row, random=random)
         return self._sampled[: len(draws)]
 
     def sample_random(self, logits: Tensor, targets: Tensor, temperatures: Tensor, keys: Tensor, out: Tensor) -> None:
@@ -84,24 +127,29 @@ class DeviceSampler:
             keys: (rows,) int64, see ``sampler.key``.
             out: (rows,) int32, or more.
         """
-        self._launch(logits, targets, temperatures, keys, out, random=True)
+        self._launch(logits, targets, DrawParameters(temperatures, keys), out, random=True)
 
     def _launch(
         self,
         logits: Tensor,
         targets: Tensor,
-        temperatures: Tensor,
-        keys: Tensor,
+        parameters: DrawParameters,
         out: Tensor,
         allowed: tuple[Tensor, Tensor] | None = None,
         *,
         random: bool,
     ) -> None:
         numbers, masks = (self._counters, self._counters[None]) if allowed is None else allowed
+        masked, words = allowed is not None, masks.shape[1] if allowed is not None else 0
+        temperatures, keys, limits = parameters
+        if limits is not None:
+            rows.cutoff[(len(logits),)](
+                logits, temperatures, *limits, self._least, self._last, numbers, masks, logits.shape[-1],
+                logits.stride(0), BLOCK=CUT_BLOCK, MASKED=masked, WORDS=words, num_warps=8,
+            )  # fmt: skip
         rows.sample[(len(logits), self._chunks)](
             logits, keys, temperatures, targets, self._chunk_values, self._chunk_tokens, self._counters,
-            self._latest, out, numbers, masks,
+            self._latest, out, numbers, masks, self._least, self._last,
             logits.shape[-1], logits.stride(0), CHUNKS=self._chunks, CHUNKS_P=1 << (self._chunks - 1).bit_length(),
-            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=random, MASKED=allowed is not None,
-            WORDS=masks.shape[1] if allowed is not None else 0, num_warps=4,
+            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=random, MASKED=masked, WORDS=words, CUT=limits is not None, num_warps=4,
         )  # fmt: skip

@@ -28,7 +28,7 @@ from penstock.workers.engines.native.cuda.copies import (
     new_event,
 )
 from penstock.workers.engines.native.cuda.dense import DenseAttention
-from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler
+from penstock.workers.engines.native.cuda.device_sampler import DeviceSampler, DrawParameters
 from penstock.workers.engines.native.cuda.latent import make_scratch, paged_attention
 from penstock.workers.engines.native.cuda.modules import Linear, Rotation
 from penstock.workers.engines.native.cuda.paged import PagedBatch, tile_rows
@@ -542,7 +542,7 @@ class CudaExecutor:
         logits: Tensor,
         packed: packing.Packed,
         targets: Tensor,
-        parameters: tuple[Tensor, Tensor] | None,
+        parameters: DrawParameters | None,
         after: Callable[[], None] | None = None,
         drawn: Tensor | None = None,
     ) -> Pending | LateStep:

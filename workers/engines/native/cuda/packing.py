@@ -123,11 +123,13 @@ class TableRow:
 
     Attributes:
         index: of the row.
-        plain: temperature is the only sampling parameter that changes the logits. A constraint is none.
+        adjusted: logits are changed by penalties, biases or processors, or log-probabilities are wanted.
+        cut: tokens are sampled from what min_p, top_k or top_p leave.
+        plain: neither of these. A constraint is none.
         random: tokens are sampled, not greedy.
     """
 
-    __slots__ = ("blocks", "index", "plain", "random", "rows", "sent_blocks", "sent_rows")
+    __slots__ = ("adjusted", "blocks", "cut", "index", "plain", "random", "rows", "sent_blocks", "sent_rows")
 
     def __init__(self, index: int, sequence: Sequence) -> None:
         self.index = index
@@ -139,9 +141,10 @@ class TableRow:
         sampling = sequence.sampling
         self.random = sampling.temperature > 0
         penalty = sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-        truncated = self.random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-        adjusted = sampling.logprobs is not None or bool(sampling.logit_bias) or sequence.processors is not None
-        self.plain = not (penalty or truncated or adjusted)
+        self.cut = self.random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        changed = bool(sampling.logit_bias) or sequence.processors is not None
+        self.adjusted = penalty or changed or sampling.logprobs is not None
+        self.plain = not (self.cut or self.adjusted)
 
 
 class TableRows:

@@ -172,11 +172,155 @@ def _mix(bits):
 
 
 @triton.jit
+def _scaled(logits, token, temperature, masks, number, vocab, MASKED: tl.constexpr, WORDS: tl.constexpr):
+    """Logits of tokens, above temperature 0; minus infinity where a mask forbids them."""
+    value = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    if MASKED:
+        word_ptrs = masks + number.to(tl.int64) * WORDS + token // 32
+        words = tl.load(word_ptrs, mask=(token < vocab) & (number >= 0), other=-1)
+        value = tl.where((words >> (token % 32)) & 1 != 0, value, float("-inf"))
+    return value / temperature
+
+
+@triton.jit
+def _ordered(value):
+    """Integers in the order of these floats."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _float(ordered):
+    """The float of an integer of ``_ordered``."""
+    bits = tl.where(ordered >> 31 != 0, ordered & 0x7FFFFFFF, ordered ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _search(
+    logits, temperature, masks, number, vocab, most, floor, target, MASS: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The least value behind which, among values from ``floor`` on, less than ``target`` is larger.
+
+    Found four bits at a time. Values are integers of ``_ordered``.
+
+    MASS: of the sum of exp(value - most), otherwise of their number.
+
+    Returns: the value; the sum or number of those that are larger. The value is 0 if there is less than ``target`` in
+    all.
+    """
+    digits = tl.arange(0, 16)
+    base = tl.full((), 0, tl.uint32)
+    larger = tl.full((), 0.0, tl.float64)
+    inside = tl.full((), 0x7FFFFFFF, tl.int32)
+    shift = tl.full((), 32, tl.uint32)
+    for _ in range(8):
+        shift -= 4
+        if inside > 0:
+            sums = tl.zeros((16,), tl.float64)
+            counts = tl.zeros((16,), tl.int32)
+            upper = base + (tl.full((), 15, tl.uint32) << shift) + ((tl.full((), 1, tl.uint32) << shift) - 1)
+            for start in range(0, vocab, BLOCK):
+                token = start + tl.arange(0, BLOCK)
+                value = _scaled(logits, token, temperature, masks, number, vocab, MASKED, WORDS)
+                ordered = _ordered(value)
+                here = (ordered >= floor) & (ordered >= base) & (ordered <= upper)
+                if tl.max(here.to(tl.int32), 0) > 0:
+                    digit = ((ordered - base) >> shift).to(tl.int32)
+                    same = (digit[:, None] == digits[None, :]) & here[:, None]
+                    counts += tl.sum(same.to(tl.int32), 0)
+                    if MASS:
+                        weight = tl.exp(value - most)
+                        sums += tl.sum(tl.where(same, weight[:, None], 0.0), 0).to(tl.float64)
+            if not MASS:
+                sums = counts.to(tl.float64)
+            after = larger + tl.sum(tl.where(digits[None, :] > digits[:, None], sums[None, :], 0.0), 1)
+            found = tl.minimum(tl.sum((after >= target).to(tl.int32), 0), 15)
+            larger = tl.sum(tl.where(digits == found, after, 0.0), 0)
+            inside = tl.sum(tl.where(digits == found, counts, 0), 0)
+            base += found.to(tl.uint32) << shift
+    return tl.where(inside > 0, base, tl.full((), 0, tl.uint32)), larger
+
+
+@triton.jit
+def cutoff(
+    logits, temperatures, top_ks, log_min_ps, top_ps, least, last, numbers, masks, vocab, row_stride,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the tokens that min_p, then top_k, then top_p keep, as ``sampler.narrow`` does, without sorting.
+
+    Kept are logits, divided by the temperature, above ``least[row]``, and those equal to it up to token ``last[row]``.
+    """
+    row = tl.program_id(0)
+    temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
+    log_min_p, top_p = tl.load(log_min_ps + row), tl.load(top_ps + row)
+    lowest = float("-inf")
+    if (temperature <= 0) | ((top_k <= 0) & (top_p >= 1) & (log_min_p == lowest)):
+        tl.store(least + row, lowest)
+        tl.store(last + row, vocab)
+    else:
+        row_logits = logits + row.to(tl.int64) * row_stride
+        number = tl.full((), -1, tl.int32)
+        if MASKED:
+            number = tl.load(numbers + row)
+        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            value = _scaled(row_logits, token, temperature, masks, number, vocab, MASKED, WORDS)
+            largest = tl.maximum(largest, value)
+        most = tl.max(largest, 0)
+        nothing = tl.full((), 0x00800000, tl.uint32)  # the least finite float; what is forbidden is below
+        floor = tl.maximum(_ordered(most + log_min_p), nothing)
+        ties = tl.full((), 0x7FFFFFFF, tl.int32)  # tokens with the value of the floor that are kept
+        if top_k > 0:
+            found, larger = _search(
+                row_logits, temperature, masks, number, vocab, most, floor, top_k.to(tl.float64), False, BLOCK,
+                MASKED, WORDS,
+            )  # fmt: skip
+            if found > 0:
+                floor = found
+                ties = top_k - larger.to(tl.int32)
+        if top_p < 1:
+            mass = tl.full((), 0.0, tl.float64)
+            equal = tl.full((), 0, tl.int32)
+            for start in range(0, vocab, BLOCK):
+                token = start + tl.arange(0, BLOCK)
+                value = _scaled(row_logits, token, temperature, masks, number, vocab, MASKED, WORDS)
+                ordered = _ordered(value)
+                mass += tl.sum(tl.where(ordered > floor, tl.exp(value - most), 0.0), 0).to(tl.float64)
+                equal += tl.sum((ordered == floor).to(tl.int32), 0)
+            mass += tl.minimum(equal, ties).to(tl.float64) * tl.exp(_float(floor) - most).to(tl.float64)
+            target = tl.maximum(top_p * mass, 1e-300)
+            found, larger = _search(
+                row_logits, temperature, masks, number, vocab, most, floor, target, True, BLOCK, MASKED, WORDS
+            )
+            if found > 0:
+                needed = tl.ceil((target - larger) / tl.exp(_float(found) - most).to(tl.float64))
+                needed = tl.minimum(tl.maximum(needed, 1.0), 2147483647.0).to(tl.int32)
+                ties = tl.where(found == floor, tl.minimum(ties, needed), needed)
+                floor = found
+        last_token = tl.full((), 0, tl.int32) + vocab
+        seen = tl.full((), 0, tl.int32)
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            value = _scaled(row_logits, token, temperature, masks, number, vocab, MASKED, WORDS)
+            equals = (_ordered(value) == floor).to(tl.int32)
+            count = tl.sum(equals, 0)
+            if (seen < ties) & (count >= ties - seen):
+                places = tl.cumsum(equals, 0) + seen
+                last_token = tl.max(tl.where((equals > 0) & (places == ties), token, -1), 0)
+            seen += count
+        tl.store(least + row, _float(floor))
+        tl.store(last + row, last_token)
+
+
+@triton.jit
 def sample(
     logits, keys, temperatures, table_rows, chunk_values, chunk_tokens, counters, latest, sampled, numbers,
-    masks, vocab, row_stride,
+    masks, least, last, vocab, row_stride,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
-    MASKED: tl.constexpr, WORDS: tl.constexpr,
+    MASKED: tl.constexpr, WORDS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk of the vocabulary): the token with the largest logit, plus Gumbel noise above temperature 0.
 
@@ -184,6 +328,7 @@ def sample(
     ``latest[table_row]``.
 
     MASKED: only tokens whose bit is set in the mask of this number are drawn, if it is at least 0.
+    CUT: only tokens that ``cutoff`` keeps are drawn.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     row_logits = logits + row.to(tl.int64) * row_stride
@@ -197,6 +342,8 @@ def sample(
     if RANDOM:
         temperature = tl.load(temperatures + row)
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+    if CUT:
+        least_value, last_token = tl.load(least + row), tl.load(last + row)
     for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
         token = start + offsets
         value = tl.load(row_logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
@@ -213,7 +360,11 @@ def sample(
                 u = uniform
                 small = -u * (1.0 + u * (0.5 + u * (0.333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667)))))
                 log_survival = tl.where(u < 0.05, small, tl.log(1.0 - u))
-                value = value / temperature - tl.log(-log_survival)
+                scaled = value / temperature
+                value = scaled - tl.log(-log_survival)
+                if CUT:
+                    kept = (scaled > least_value) | ((scaled == least_value) & (token <= last_token))
+                    value = tl.where(kept, value, float("-inf"))
         value = tl.where(token < vocab, value, float("-inf"))
         larger = value > max_values
         max_values = tl.where(larger, value, max_values)

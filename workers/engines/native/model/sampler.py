@@ -7,7 +7,7 @@ Order: logits processors and constraints, whose result counts as the model's own
 forbidden tokens, penalties, temperature, min_p, top_k, top_p.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,9 +66,12 @@ COPIES = 3  # of a step's logits: as computed; allowed by constraints and proces
 
 @dataclass(slots=True)
 class TokenCounts:
-    """How often each token occurs in a sequence, over its first ``seen`` tokens. Kept in ``Sequence.state``."""
+    """Which tokens are in a prompt, and how often each is in the first ``seen`` tokens after it.
 
-    prompt: Tensor  # (vocab,) int32
+    Kept in ``Sequence.state``.
+    """
+
+    prompt: Tensor  # (vocab,) bool
     output: Tensor  # (vocab,) int32
     seen: int = field(default=0)
 
@@ -120,25 +123,38 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     return choose(logits, sequences, [len(sequence.tokens) for sequence in sequences]).sampled()
 
 
-def choose(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int], allowed: Allowed | None = None) -> Chosen:
+def choose(
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    lengths: Seq[int],
+    allowed: Allowed | None = None,
+    pick: Callable[[Tensor], Tensor] | None = None,
+) -> Chosen:
     """As ``sample``, without waiting for the device.
 
     Args:
         lengths: of the sequences; the last token may still be unknown, unless the logits depend on it (processors,
             penalties).
         allowed: tokens of the rows whose output is constrained.
+        pick: draws from (rows, vocab) float32 logits with biases and penalties; None: as ``draw`` does.
+    Returns: (rows,) int64 of ``pick``.
     """
     raw = process(logits.float(), sequences)
     if allowed is not None:
         raw = allowed.apply(raw)
     shaped = shape(raw, sequences, lengths)
+    tokens = _picked(shaped, sequences, lengths) if pick is None else pick(shaped)
+    return Chosen(tokens, *_logprobs(raw, tokens, sequences))
+
+
+def _picked(shaped: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor:
     tokens = shaped.argmax(dim=-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
-    for part in _parts(random, logits):
-        rows = place(part, torch.int64, logits.device)
+    for part in _parts(random, shaped):
+        rows = place(part, torch.int64, shaped.device)
         drawn = draw(shaped[rows], [sequences[row] for row in part], [lengths[row] for row in part])
         tokens.index_copy_(0, rows, drawn)
-    return Chosen(tokens, *_logprobs(raw, tokens, sequences))
+    return tokens
 
 
 def _parts(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
@@ -193,8 +209,9 @@ def shape(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor
         return logits
     logits = logits.clone()
     _add(logits, biases + early)
-    for row in penalised:
-        logits[row] = penalise(logits[row], sequences[row])
+    for part in _parts(penalised, logits):
+        rows = place(part, torch.int64, logits.device)
+        logits.index_copy_(0, rows, penalise(logits[rows], [sequences[row] for row in part]))
     return logits
 
 
@@ -240,37 +257,45 @@ def narrow(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     return torch.full_like(logits, _NEVER).scatter(-1, ids, ordered)
 
 
-def penalise(logits: Tensor, sequence: Sequence) -> Tensor:
+def penalise(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """Repetition penalty over prompt and output, presence and frequency penalties over the output.
 
     Args:
-        logits: (vocab,).
+        logits: (len(sequences), vocab) float32.
     """
-    sampling, counts = sequence.sampling, count(sequence, logits)
-    used = counts.output > 0
-    if sampling.repetition_penalty != 1:
-        factor = sampling.repetition_penalty
-        lowered = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = torch.where(used | (counts.prompt > 0), lowered, logits)
-    return logits - sampling.frequency_penalty * counts.output - sampling.presence_penalty * used
+    prompts, outputs = count(sequences, logits)
+    factors = _column([s.sampling.repetition_penalty for s in sequences], logits)
+    used = outputs > 0
+    lowered = torch.where(logits > 0, logits / factors, logits * factors)
+    logits = torch.where(prompts | used, lowered, logits)
+    frequency = _column([s.sampling.frequency_penalty for s in sequences], logits)
+    presence = _column([s.sampling.presence_penalty for s in sequences], logits)
+    return logits - frequency * outputs - presence * used
 
 
-def count(sequence: Sequence, like: Tensor) -> TokenCounts:
-    """The sequence's counts, brought up to date with its tokens."""
-    counts = sequence.state
-    if not isinstance(counts, TokenCounts):
-        zeros = torch.zeros(like.shape[-1], dtype=torch.int32, device=like.device)
-        counts = sequence.state = TokenCounts(zeros, zeros.clone())
-    border = max(counts.seen, sequence.prompt_len)
-    for target, new in (
-        (counts.prompt, sequence.tokens[counts.seen : border]),
-        (counts.output, sequence.tokens[border:]),
-    ):
-        if new:
-            at = torch.tensor(new, device=like.device)
-            target.index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
-    counts.seen = len(sequence.tokens)
-    return counts
+def count(sequences: Seq[Sequence], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring the sequences' counts up to date with their tokens: by few operations for all of them together.
+
+    Returns: (len(sequences), vocab) bool and int32 of ``TokenCounts``.
+    """
+    vocab, device = like.shape[-1], like.device
+    counts, places = [], list[int]()
+    for row, sequence in enumerate(sequences):
+        found = sequence.state
+        if not isinstance(found, TokenCounts):
+            prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
+            prompt[place(sorted(set(sequence.tokens[: sequence.prompt_len])), torch.int64, device)] = True
+            output = torch.zeros(vocab, dtype=torch.int32, device=device)
+            found = sequence.state = TokenCounts(prompt, output, sequence.prompt_len)
+        places += [row * vocab + token for token in sequence.tokens[found.seen :]]
+        found.seen = len(sequence.tokens)
+        counts.append(found)
+    outputs = torch.stack([each.output for each in counts])
+    if places:
+        at = place(places, torch.int64, device)
+        outputs.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+        torch._foreach_copy_([each.output for each in counts], list(outputs.unbind()))
+    return torch.stack([each.prompt for each in counts]), outputs
 
 
 def key(seed: int, choice: int, position: int) -> int:

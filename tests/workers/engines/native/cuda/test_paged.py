@@ -46,8 +46,10 @@ def test_a_long_row_among_short_ones_is_divided() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("check", "said", "times"), [("uneven", "decodes of", 6), ("head", "rounded", 4)])
-def test_uneven_rows_and_logits_in_float32_are_as_the_reference_computes_them(
+@pytest.mark.parametrize(
+    ("check", "said", "times"), [("uneven", "decodes of", 6), ("head", "rounded", 4), ("cutoff", "kept", 6)]
+)
+def test_uneven_rows_logits_in_float32_and_draws_are_as_the_reference_computes_them(
     check: str, said: str, times: int
 ) -> None:
     done = subprocess.run(

@@ -73,12 +73,17 @@ def test_shifts_of_positions_are_behind_the_tables_and_sent_with_a_new_row() -> 
 
 
 def test_how_tokens_are_drawn_is_known_once() -> None:
-    table_rows = TableRows(9, WIDTH)
+    table_rows = TableRows(15, WIDTH)
     assert table_rows.of(sequence([1], temperature=0.0)).plain
     assert not table_rows.of(sequence([1], temperature=0.0)).random
     drawn = table_rows.of(sequence([1], temperature=0.7))
     assert (drawn.plain, drawn.random) == (True, True)
-    assert not table_rows.of(sequence([1], temperature=0.7, top_k=4)).plain
+    assert not drawn.cut
+    for limit in ({"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}):
+        cut = table_rows.of(sequence([1], temperature=0.7, **limit))
+        assert (cut.plain, cut.cut, cut.adjusted) == (False, True, False)
+    both = table_rows.of(sequence([1], temperature=0.7, top_k=4, presence_penalty=1.0))
+    assert (both.plain, both.cut, both.adjusted) == (False, True, True)
     assert table_rows.of(sequence([1], temperature=0.0, top_k=4)).plain, "greedy tokens need no filter"
     assert not table_rows.of(sequence([1], temperature=0.0, presence_penalty=1.0)).plain
     assert not table_rows.of(sequence([1], temperature=0.0, logprobs=1)).plain

@@ -77,8 +77,8 @@ def test_drawing_takes_no_more_memory_than_the_pools_leave(rows: int, monkeypatc
 
     whole = sample(logits, asked())
     monkeypatch.setattr(sampler, "DRAWN_LOGITS", 5 * vocab)
-    for each in (given := asked()):
-        sampler.count(each, logits)  # kept with the sequence
+    given = asked()
+    sampler.count(given, logits)  # kept with the sequences
     with AllocatedBytes() as allocated:
         assert sample(logits, given) == whole
     counted = sampler.memory_bytes(rows, vocab) - logits.nbytes  # which are there
@@ -249,8 +249,10 @@ def test_penalties_are_those_of_a_plain_loop(
         plain[token] -= presence + frequency * output.count(token)
     best = max(range(VOCAB), key=lambda token: plain[token])
     assert tokens(logits, [whole]) == tokens(logits, [grown]) == [best]
-    for it in (whole, grown):
-        assert penalise(logits[0], it).tolist() == pytest.approx(plain, abs=1e-4)
+    unpenalised = sequence(prompt[:1], output[:1], temperature=0)
+    for row in penalise(logits.expand(3, -1), [whole, unpenalised, grown])[::2].tolist():
+        assert row == pytest.approx(plain, abs=1e-4)
+    assert penalise(logits, [unpenalised]).tolist() == logits.tolist()
 
 
 def test_bias_forces_and_forbids() -> None:
