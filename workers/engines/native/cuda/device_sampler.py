@@ -19,7 +19,7 @@ CUT_BLOCK = 2048  # of the vocabulary, at a time
 MOST_TOP_K = (1 << 31) - 1
 
 
-class Limits(NamedTuple):
+class Cuts(NamedTuple):
     """What is cut from each row's distribution: (rows,) int32, float32, float64. 0, minus infinity and 1: nothing."""
 
     top_ks: Tensor
@@ -32,7 +32,7 @@ class DrawParameters(NamedTuple):
 
     temperatures: Tensor
     keys: Tensor
-    limits: Limits | None = None
+    cuts: Cuts | None = None
 
 
 class DeviceSampler:
@@ -68,10 +68,10 @@ class DeviceSampler:
         return DrawParameters(
             upload.put(temperatures.view(np.int32)).view(torch.float32),
             upload.put(keys.view(np.int32)).view(torch.int64),
-            self._limits(draws) if any(draw.table_row.cut for draw in draws) else None,
+            self._cuts(draws) if any(draw.table_row.cut for draw in draws) else None,
         )
 
-    def _limits(self, draws: Seq[Draw]) -> Limits:
+    def _cuts(self, draws: Seq[Draw]) -> Cuts:
         top_ks, top_ps = np.zeros(len(draws), np.int32), np.ones(len(draws))
         log_min_ps = np.full(len(draws), -np.inf, np.float32)
         for row, (sequence, table_row, _, _) in enumerate(draws):
@@ -82,7 +82,7 @@ class DeviceSampler:
                 if sampling.min_p > 0:
                     log_min_ps[row] = np.log(np.float32(sampling.min_p))
         upload = self._upload
-        return Limits(
+        return Cuts(
             upload.put(top_ks),
             upload.put(log_min_ps.view(np.int32)).view(torch.float32),
             upload.put(top_ps.view(np.int32)).view(torch.float64),
@@ -141,15 +141,15 @@ class DeviceSampler:
     ) -> None:
         numbers, masks = (self._counters, self._counters[None]) if allowed is None else allowed
         masked, words = allowed is not None, masks.shape[1] if allowed is not None else 0
-        temperatures, keys, limits = parameters
-        if limits is not None:
+        temperatures, keys, cuts = parameters
+        if cuts is not None:
             rows.cutoff[(len(logits),)](
-                logits, temperatures, *limits, self._least, self._last, numbers, masks, logits.shape[-1],
+                logits, temperatures, *cuts, self._least, self._last, numbers, masks, logits.shape[-1],
                 logits.stride(0), BLOCK=CUT_BLOCK, MASKED=masked, WORDS=words, num_warps=8,
             )  # fmt: skip
         rows.sample[(len(logits), self._chunks)](
             logits, keys, temperatures, targets, self._chunk_values, self._chunk_tokens, self._counters,
             self._latest, out, numbers, masks, self._least, self._last,
             logits.shape[-1], logits.stride(0), CHUNKS=self._chunks, CHUNKS_P=1 << (self._chunks - 1).bit_length(),
-            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=random, MASKED=masked, WORDS=words, CUT=limits is not None, num_warps=4,
+            CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=random, MASKED=masked, WORDS=words, CUT=cuts is not None, num_warps=4,
         )  # fmt: skip
