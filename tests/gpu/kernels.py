@@ -397,11 +397,18 @@ def check_cutoff(device: torch.device) -> None:
               + (f"   WRONG tokens: {[LIMITS[row] for row in others]}" if others else ""))  # fmt: skip
 
     logits = 3 * torch.randn((count + 1, vocab), device=device)
-    chosen = made.sample(logits, all_draws, targets, of_all)
-    assert isinstance(chosen, sampler.Chosen)
     expected = sampler.choose(logits, [*sequences, all_draws[-1].sequence], [*lengths, 4]).tokens.tolist()
-    good = chosen.tokens.tolist() == latest.tolist() == expected and chosen.logprobs is not None
-    print("cut off beside a penalised row" + ("" if good else f"   WRONG: {latest.tolist()}, expected {expected}"))
+    for way, most in {"sorted": logits.numel(), "by kernels": 0}.items():
+        with mock.patch.object(sampler, "DRAWN_LOGITS", most):
+            chosen, fewer = made.sample(logits, all_draws, targets, of_all), made.sample(
+                logits[:-1], draws, targets, parameters
+            )  # fmt: skip
+        assert isinstance(chosen, sampler.Chosen)
+        others = (fewer.tokens if isinstance(fewer, sampler.Chosen) else fewer).tolist()
+        good = chosen.tokens.tolist() == latest.tolist() == expected and chosen.logprobs is not None
+        good &= others == expected[:-1]
+        print(f"cut off beside a penalised row, {way}"
+              + ("" if good else f"   WRONG: {latest.tolist()}, expected {expected}"))  # fmt: skip
 
 
 def drawn_by(row: int, sampling: Sampling) -> chunks.Draw:

@@ -179,7 +179,7 @@ def _scaled(logits, token, temperature, masks, number, vocab, MASKED: tl.constex
         word_ptrs = masks + number.to(tl.int64) * WORDS + token // 32
         words = tl.load(word_ptrs, mask=(token < vocab) & (number >= 0), other=-1)
         value = tl.where((words >> (token % 32)) & 1 != 0, value, float("-inf"))
-    return value / temperature
+    return tl.div_rn(value, temperature)
 
 
 @triton.jit
@@ -360,7 +360,7 @@ def sample(
                 u = uniform
                 small = -u * (1.0 + u * (0.5 + u * (0.333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667)))))
                 log_survival = tl.where(u < 0.05, small, tl.log(1.0 - u))
-                scaled = value / temperature
+                scaled = tl.div_rn(value, temperature)  # as torch divides
                 value = scaled - tl.log(-log_survival)
                 if CUT:
                     kept = (scaled > least_value) | ((scaled == least_value) & (token <= last_token))
