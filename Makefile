@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 # Tests at a time: one more than two cores, since a third of their time is waiting.
-JOBS   ?= 3
+JOBS   ?= 4
 # The build that is mixed with this one: a git revision or a folder.
 OTHER  ?= 888ce51d
 # Where torch's CPU build is found. It is used where no NVIDIA GPU is seen; empty: never.
