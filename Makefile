@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
-# Tests at a time: one more than two cores, since a third of their time is waiting.
+# Tests at a time: twice as many as two cores, since they wait for processes and for each other.
 JOBS   ?= 4
 # The build that is mixed with this one: a git revision or a folder.
 OTHER  ?= 888ce51d
