@@ -118,7 +118,7 @@ def test_items_of_one_turn_become_one_message() -> None:
 
 
 def test_what_another_agent_says_is_read_as_the_users() -> None:
-    said: dict[str, Any] = {"type": "agent_message", "author": "/root/probe", "recipient": "/root"}
+    said: dict[str, Any] = {"type": "agent_message", "author": "/lead/probe", "recipient": "/lead"}
     sealed = {"type": "encrypted_content", "encrypted_content": "x"}
     given = [{**said, "content": [sealed, {"type": "input_text", "text": "Done."}]}, {**said, "content": [sealed]}]
     assert messages(given) == [ChatMessage("user", [ContentPart("text", "Done.")])]

@@ -24,7 +24,13 @@ MOST_TOP_K = (1 << 31) - 1
 
 
 class Cuts(NamedTuple):
-    """What is cut from each row's distribution: (rows,) int32, float32, float64. 0, minus infinity and 1: nothing."""
+    """What is cut from each row's distribution.
+
+    Attributes:
+        top_ks: (rows,) int32; 0: nothing.
+        log_min_ps: (rows,) float32; minus infinity: nothing.
+        top_ps: (rows,) float64; 1: nothing.
+    """
 
     top_ks: Tensor
     log_min_ps: Tensor
@@ -32,7 +38,13 @@ class Cuts(NamedTuple):
 
 
 class DrawParameters(NamedTuple):
-    """(rows,) float32, 0: greedy; (rows,) int64, see ``sampler.key``; None: nothing is cut."""
+    """How each row is drawn.
+
+    Attributes:
+        temperatures: (rows,) float32; 0: greedily.
+        keys: (rows,) int64, see ``sampler.key``.
+        cuts: None: nothing is cut from any row.
+    """
 
     temperatures: Tensor
     keys: Tensor

@@ -136,8 +136,7 @@ def choose(
         lengths: of the sequences; the last token may still be unknown, unless the logits depend on it (processors,
             penalties).
         allowed: tokens of the rows whose output is constrained.
-        pick: draws from (rows, vocab) float32 logits with biases and penalties; None: as ``draw`` does.
-    Returns: (rows,) int64 of ``pick``.
+        pick: draws (rows,) int64 from (rows, vocab) float32 logits with biases and penalties; None: as ``draw`` does.
     """
     raw = process(logits.float(), sequences)
     if allowed is not None:
@@ -276,6 +275,8 @@ def penalise(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
 def count(sequences: Seq[Sequence], like: Tensor) -> tuple[Tensor, Tensor]:
     """Bring the sequences' counts up to date with their tokens: by few operations for all of them together.
 
+    Args:
+        sequences: each once. One with penalties draws a single token in a step, as the next depends on it.
     Returns: (len(sequences), vocab) bool and int32 of ``TokenCounts``.
     """
     vocab, device = like.shape[-1], like.device
